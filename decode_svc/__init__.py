@@ -1,0 +1,1 @@
+"""Receives pages and generates tokens by continuous batching."""

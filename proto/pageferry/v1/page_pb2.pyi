@@ -1,0 +1,92 @@
+from pageferry.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PushRequest(_message.Message):
+    __slots__ = ("open", "frame", "keep_alive", "commit")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    FRAME_FIELD_NUMBER: _ClassVar[int]
+    KEEP_ALIVE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    open: Open
+    frame: PageFrame
+    keep_alive: KeepAlive
+    commit: Commit
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., frame: _Optional[_Union[PageFrame, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("ticket", "layout")
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    layout: _types_pb2.PageLayout
+    def __init__(self, ticket: _Optional[bytes] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ...) -> None: ...
+
+class PageFrame(_message.Message):
+    __slots__ = ("group", "page_index", "first_layer", "num_layers", "crc32c", "payload")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    page_index: int
+    first_layer: int
+    num_layers: int
+    crc32c: int
+    payload: bytes
+    def __init__(self, group: _Optional[int] = ..., page_index: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., crc32c: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class KeepAlive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("covered_tokens", "first_tokens")
+    COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    covered_tokens: int
+    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstDraw]
+    def __init__(self, covered_tokens: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[FirstDraw, _Mapping]]] = ...) -> None: ...
+
+class FirstDraw(_message.Message):
+    __slots__ = ("choice", "token")
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    choice: int
+    token: _types_pb2.GeneratedToken
+    def __init__(self, choice: _Optional[int] = ..., token: _Optional[_Union[_types_pb2.GeneratedToken, _Mapping]] = ...) -> None: ...
+
+class PushResponse(_message.Message):
+    __slots__ = ("opened", "acked", "committed")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    ACKED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    opened: Opened
+    acked: Acked
+    committed: Committed
+    def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., acked: _Optional[_Union[Acked, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ...) -> None: ...
+
+class Opened(_message.Message):
+    __slots__ = ("lease_ms",)
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    lease_ms: int
+    def __init__(self, lease_ms: _Optional[int] = ...) -> None: ...
+
+class Acked(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    def __init__(self, frames: _Optional[int] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("pages",)
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    pages: int
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Assigns requests to workers, streams text, serves HTTP. Never loads torch."""

@@ -1,0 +1,1 @@
+"""The client library: `Client` (async) and `SyncClient`."""

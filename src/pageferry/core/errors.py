@@ -1,0 +1,136 @@
+"""The errors that cross a service's border, each saying whose fault it is and whether trying again can help.
+
+One interceptor turns them into a gRPC status (the class's `code`) with ErrorInfo, BadRequest and RetryInfo, and the
+gateway into an HTTP status. Messages name the field, the value and the limit, and hold no text of a request.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class FieldViolation:
+    """One field that is wrong: its path in the request, and what is wrong with it."""
+
+    field: str
+    description: str
+
+
+class PageferryError(Exception):
+    """Base of all; `reason` is the stable UPPER_SNAKE name that ErrorInfo carries."""
+
+    code: ClassVar[str] = "INTERNAL"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        retry_after_ms: int | None = None,
+        violations: tuple[FieldViolation, ...] = (),
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.reason = reason or self.code
+        self.retry_after_ms = retry_after_ms
+        self.violations = violations
+        self.metadata = metadata or {}
+
+
+class InvalidArgumentError(PageferryError):
+    """The caller's request is wrong and will stay wrong."""
+
+    code = "INVALID_ARGUMENT"
+    http_status = 400
+
+
+class NotFoundError(PageferryError):
+    """The named thing does not exist."""
+
+    code = "NOT_FOUND"
+    http_status = 404
+
+
+class AlreadyExistsError(PageferryError):
+    """A live request has this id."""
+
+    code = "ALREADY_EXISTS"
+    http_status = 409
+
+
+class FailedPreconditionError(PageferryError):
+    """The state does not allow it: a ticket that is unknown, consumed or of an older incarnation; layouts that differ."""
+
+    code = "FAILED_PRECONDITION"
+    http_status = 409
+
+
+class ResourceExhaustedError(PageferryError):
+    """No room: a full queue, no pages, a message over its limit."""
+
+    code = "RESOURCE_EXHAUSTED"
+    http_status = 429
+    retryable = True
+
+
+class UnavailableError(PageferryError):
+    """A worker is gone, warming up or draining; another try may find another one."""
+
+    code = "UNAVAILABLE"
+    http_status = 503
+    retryable = True
+
+
+class AbortedError(PageferryError):
+    """A hand-off was broken off."""
+
+    code = "ABORTED"
+    http_status = 503
+    retryable = True
+
+
+class DeadlineExceededError(PageferryError):
+    """The caller's deadline has passed."""
+
+    code = "DEADLINE_EXCEEDED"
+    http_status = 504
+
+
+class CancelledError(PageferryError):
+    """The caller went away. (Not asyncio's.)"""
+
+    code = "CANCELLED"
+    http_status = 499
+
+
+class UnimplementedError(PageferryError):
+    """Asked for something that this version does not do."""
+
+    code = "UNIMPLEMENTED"
+    http_status = 501
+
+
+class InternalError(PageferryError):
+    """Our own fault, such as logits that are not numbers."""
+
+    code = "INTERNAL"
+    http_status = 500
+
+
+class DataLossError(PageferryError):
+    """Bytes do not match their checksum."""
+
+    code = "DATA_LOSS"
+    http_status = 500
+    retryable = True
+
+
+def invalid(field: str, value: object, limit: str, *, reason: str = "INVALID_FIELD") -> InvalidArgumentError:
+    """The error for one bad field, e.g. `invalid("temperature", nan, "must be 0 or finite and positive")`."""
+    description = f"is {value!r}, {limit}"
+    return InvalidArgumentError(
+        f"{field} {description}", reason=reason, violations=(FieldViolation(field, description),)
+    )

@@ -1,0 +1,86 @@
+"""What a scheduler decides for one step, and what came of it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pageferry.core.pool import PageId
+from pageferry.core.sequence import FinishReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's part of a step: positions `start` to `start + num_tokens`; samples where it reaches the end."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: first blank `fresh`, then copy `copies` (source, target), then compute `chunks` as one flat batch."""
+
+    chunks: tuple[Chunk, ...]
+    fresh: tuple[PageId, ...] = ()
+    copies: tuple[tuple[PageId, PageId], ...] = ()
+    preempted: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A drawn token; `logprob` and `top` (likeliest first) only where asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFailure:
+    """No token could be drawn, such as from logits that are not numbers; fails its own sequence alone."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One entry for each chunk of the plan that samples, in the plan's order."""
+
+    samples: tuple[SampledToken | SampleFailure, ...]
+
+
+class Runner(Protocol):
+    """Runs a plan's step on the model; blocks; called on the engine's thread only."""
+
+    def run(self, plan: Plan) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A token that goes to the router; `position` counts the output from 0."""
+
+    sequence: Sequence
+    position: int
+    token: SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A sequence that is over and holds no pages: `reason` if it is complete, else `failure`."""
+
+    sequence: Sequence
+    reason: FinishReason | None = None
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """All that the shell must do after a step."""
+
+    emitted: tuple[Emitted, ...] = ()
+    ended: tuple[Ended, ...] = ()

@@ -1,0 +1,87 @@
+"""One request's state on a worker."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pageferry.core.pool import PageId
+from pageferry.core.sampling import SamplingParams, StopParams
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()  # for room, then for its first chunk
+    RECEIVING = auto()  # pages are reserved and come from a prefill worker
+    RUNNING = auto()
+    FINISHED = auto()  # or aborted; holds no pages
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItem:
+    """What a worker is asked to compute: checked, immutable, the same for a retry but for `output_ids`."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopParams
+    output_ids: tuple[int, ...] = ()  # already emitted: forced, never emitted again
+    choice: int = 0
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """The one mutable object of a request, changed only by its scheduler, on the engine's thread.
+
+    `token_ids` is prompt plus output. Position p's keys and values are computed once `num_computed > p`, and lie in
+    `pages[p // page_size]`. A sequence that is ready to decode has `num_computed == len(token_ids) - 1`.
+    """
+
+    work: WorkItem
+    arrival: float  # seconds, the worker's clock
+    deadline: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    pages: list[PageId] = field(default_factory=list)
+    page_hashes: list[bytes] = field(default_factory=list)  # of full pages of `token_ids`, as far as known
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens first found in the prefix cache
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_preemptions: int = 0
+    num_steps: int = 0
+    first_scheduled: float | None = None
+    first_token_time: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = [*self.work.prompt_ids, *self.work.output_ids]
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.work.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated, the forced ones included; also the position of the next one."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose keys and values are not computed yet."""
+        return len(self.token_ids) - self.num_computed
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+
+    def finish_reason(self) -> FinishReason | None:
+        """Whether the last token ends it. `min_tokens` wins over stop ids until it is reached."""
+        if self.num_output >= self.work.stop.min_tokens and self.token_ids[-1] in self.work.stop.stop_token_ids:
+            return FinishReason.STOP if self.num_output > 0 else None
+        return FinishReason.LENGTH if self.num_output >= self.work.stop.max_tokens else None

@@ -1,0 +1,1 @@
+"""The model on torch: weights, pages, batches, forward pass, sampling."""
