@@ -62,7 +62,7 @@ class AlreadyExistsError(PageferryError):
 
 
 class FailedPreconditionError(PageferryError):
-    """The state does not allow it: a ticket that is unknown, consumed or of an older incarnation; layouts that differ."""
+    """The state does not allow it: a ticket that is unknown or used, or layouts that differ."""
 
     code = "FAILED_PRECONDITION"
     http_status = 409

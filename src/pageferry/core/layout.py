@@ -94,10 +94,9 @@ class PageLayout:
 
     def check_equal(self, other: "PageLayout", *, ours: str, theirs: str) -> None:
         """Raise FailedPreconditionError naming each field that differs with both values."""
+        values = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
         differences = [
-            f"{field.name} {_text(getattr(self, field.name))} ({ours}) and {_text(getattr(other, field.name))} ({theirs})"
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(other, field.name)
+            f"{name} {_text(our)} ({ours}) and {_text(their)} ({theirs})" for name, our, their in values if our != their
         ]
         if differences:
             raise FailedPreconditionError("page layouts differ: " + "; ".join(differences), reason="LAYOUT_MISMATCH")

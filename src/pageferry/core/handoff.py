@@ -1,0 +1,188 @@
+"""The receiving side of a hand-off: tickets, each the right to fill one sequence's pages, once."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pageferry.core.errors import FailedPreconditionError, invalid
+from pageferry.core.handoff_tables import TICKET_TABLE, TicketEvent, TicketState, fire, refusal
+from pageferry.core.layout import PageLayout
+from pageferry.core.pool import PageId
+from pageferry.core.sequence import Sequence
+
+TICKET_BYTES = 16
+MAX_REMEMBERED = 1024  # tickets that are over, kept so that a late peer hears why
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """The right to fill one sequence's pages, once. Changed by its table only, on the engine's thread."""
+
+    id: bytes
+    sequence: Sequence
+    pages: tuple[PageId, ...]  # the whole page table at issue, cached and headroom pages included
+    first_page: int  # index of the first page to receive
+    num_expected_pages: int
+    covered_tokens: int  # that the pages up to the last expected one hold
+    deadline: float | None
+    expires_at: float | None
+    state: TicketState = TicketState.RESERVED
+    arrived: dict[int, int] = field(default_factory=dict)  # page index → bit set of its layers
+
+    def __str__(self) -> str:
+        return f"ticket {self.id[:4].hex()}"  # it is a secret: never whole
+
+
+class TicketTable:
+    """The tickets of one incarnation of a decode worker. Live ones are never forgotten; expiry is by time alone.
+
+    While a ticket is RESERVED or COMMITTED it lives to its deadline, since the Decode call that owns it ends it. While
+    it is FILLING it depends on a peer, so it also ends `lease_s` after the peer's last message.
+    """
+
+    def __init__(self, incarnation: bytes, lease_s: float, layout: PageLayout) -> None:
+        self.incarnation = incarnation
+        self._lease_s = lease_s
+        self._layout = layout
+        self._live: dict[bytes, Ticket] = {}
+        self._over: OrderedDict[bytes, TicketState] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Tickets that are live: RESERVED, FILLING or COMMITTED."""
+        return len(self._live)
+
+    def issue(
+        self,
+        ticket_id: bytes,
+        sequence: Sequence,
+        *,
+        first_page: int,
+        num_pages: int,
+        covered_tokens: int,
+        deadline: float | None,
+    ) -> Ticket:
+        """A ticket for pages `first_page` to `first_page + num_pages` of the sequence's page table.
+
+        `ticket_id` is 16 random bytes that the caller drew. The caller aborts or consumes the ticket in the end.
+        """
+        if len(ticket_id) != TICKET_BYTES or ticket_id in self._live or ticket_id in self._over:
+            raise AssertionError(f"a ticket's id must be {TICKET_BYTES} bytes that were never used")
+        num_covered = self._layout.num_pages(covered_tokens)
+        if num_covered != first_page + num_pages or num_covered > len(sequence.pages) or num_pages < 1:
+            raise AssertionError(
+                f"{covered_tokens} tokens are {num_covered} pages, not {first_page} cached and {num_pages} to receive "
+                f"out of a page table of {len(sequence.pages)}"
+            )
+        pages = tuple(sequence.pages)
+        ticket = Ticket(ticket_id, sequence, pages, first_page, num_pages, covered_tokens, deadline, deadline)
+        self._live[ticket_id] = ticket
+        return ticket
+
+    def open(self, ticket_id: bytes, layout: PageLayout, now: float) -> Ticket:
+        """Begin a peer's push. FailedPreconditionError if the ticket isn't waiting for one, or the layouts differ.
+
+        Layouts that differ leave the ticket as it is.
+        """
+        ticket = self._live.get(ticket_id)
+        if ticket is None:
+            raise self._unknown(ticket_id)
+        state = self._following(ticket, TicketEvent.OPEN, now)
+        self._layout.check_equal(layout, ours="receiver", theirs="sender")
+        ticket.state = state
+        self._renew_lease(ticket, now)
+        return ticket
+
+    def renew(self, ticket: Ticket, now: float) -> None:
+        """Any message of the push came: its lease begins anew."""
+        ticket.state = self._following(ticket, TicketEvent.FRAME, now)
+        self._renew_lease(ticket, now)
+
+    def check_frame(self, ticket: Ticket, page_index: int, first_layer: int, num_layers: int) -> PageId:
+        """The page that a frame belongs into. InvalidArgumentError if it is out of range or has come before."""
+        end = ticket.first_page + ticket.num_expected_pages
+        if not ticket.first_page <= page_index < end:
+            raise invalid("frame.page_index", page_index, f"must be from {ticket.first_page} to {end - 1}")
+        if num_layers < 1 or first_layer < 0 or first_layer + num_layers > self._layout.num_layers:
+            limit = f"must be at least one layer of {self._layout.num_layers}"
+            raise invalid("frame.first_layer, num_layers", (first_layer, num_layers), limit)
+        if ticket.arrived.get(page_index, 0) & _layer_bits(first_layer, num_layers):
+            layers = f"{first_layer} to {first_layer + num_layers - 1}"
+            raise invalid("frame.page_index", page_index, f"but some of its layers {layers} have come before")
+        return ticket.pages[page_index]
+
+    def receive(self, ticket: Ticket, page_index: int, first_layer: int, num_layers: int, now: float) -> None:
+        """Record that a frame's bytes lie in their page and matched their checksum."""
+        state = self._following(ticket, TicketEvent.FRAME, now)
+        self.check_frame(ticket, page_index, first_layer, num_layers)
+        ticket.arrived[page_index] = ticket.arrived.get(page_index, 0) | _layer_bits(first_layer, num_layers)
+        ticket.state = state
+        self._renew_lease(ticket, now)
+
+    def commit(self, ticket: Ticket, covered_tokens: int, now: float) -> None:
+        """The peer says that all is there. FailedPreconditionError, and nothing changed, where it is not so."""
+        state = self._following(ticket, TicketEvent.COMMIT, now)
+        if covered_tokens != ticket.covered_tokens:
+            raise FailedPreconditionError(
+                f"{ticket}: covered_tokens is {covered_tokens}, {ticket.covered_tokens} are expected",
+                reason="COVERED_TOKENS_MISMATCH",
+            )
+        whole = _layer_bits(0, self._layout.num_layers)
+        num_whole = sum(layers == whole for layers in ticket.arrived.values())
+        if num_whole != ticket.num_expected_pages:
+            raise FailedPreconditionError(
+                f"{ticket}: {num_whole} of {ticket.num_expected_pages} pages came whole", reason="PAGES_MISSING"
+            )
+        ticket.state = state
+        ticket.expires_at = ticket.deadline
+
+    def consume(self, ticket: Ticket) -> None:
+        """The sequence runs on the pages from now on; raises AssertionError the second time."""
+        self._end(ticket, TicketEvent.CONSUME)
+
+    def abort(self, ticket: Ticket) -> None:
+        """Give the ticket up, in any state; what ended before stays as it ended."""
+        self._end(ticket, TicketEvent.ABORT)
+
+    def expire(self, now: float) -> list[Ticket]:
+        """End the tickets whose time is up, and return them; the caller ends their sequences."""
+        expired = [ticket for ticket in self._live.values() if _is_due(ticket, now)]
+        for ticket in expired:
+            self._end(ticket, TicketEvent.EXPIRE)
+        return expired
+
+    def next_expiry(self) -> float | None:
+        return min((ticket.expires_at for ticket in self._live.values() if ticket.expires_at is not None), default=None)
+
+    def _following(self, ticket: Ticket, event: TicketEvent, now: float) -> TicketState:
+        """The state after a peer's event; one whose time is up is refused even before `expire` has seen it."""
+        if ticket.state.is_live and _is_due(ticket, now):
+            raise refusal(str(ticket), TicketState.EXPIRED, event.value)
+        return fire(TICKET_TABLE, ticket.state, event, str(ticket))
+
+    def _renew_lease(self, ticket: Ticket, now: float) -> None:
+        leased_to = now + self._lease_s
+        ticket.expires_at = leased_to if ticket.deadline is None else min(leased_to, ticket.deadline)
+
+    def _end(self, ticket: Ticket, event: TicketEvent) -> None:
+        ticket.state = fire(TICKET_TABLE, ticket.state, event, str(ticket))
+        if self._live.pop(ticket.id, None) is not None:
+            self._over[ticket.id] = ticket.state
+            if len(self._over) > MAX_REMEMBERED:
+                self._over.popitem(last=False)
+
+    def _unknown(self, ticket_id: bytes) -> FailedPreconditionError:
+        subject = f"ticket {ticket_id[:4].hex()}"
+        state = self._over.get(ticket_id)
+        if state is not None:
+            return refusal(subject, state, TicketEvent.OPEN.value)
+        return FailedPreconditionError(
+            f"{subject} is unknown to incarnation {self.incarnation.hex()}: it is over, or of an earlier incarnation",
+            reason="UNKNOWN_TICKET",
+        )
+
+
+def _layer_bits(first_layer: int, num_layers: int) -> int:
+    return ((1 << num_layers) - 1) << first_layer
+
+
+def _is_due(ticket: Ticket, now: float) -> bool:
+    return ticket.expires_at is not None and ticket.expires_at <= now
