@@ -52,6 +52,7 @@ class StepResult:
     """One entry for each chunk of the plan that samples, in the plan's order."""
 
     samples: tuple[SampledToken | SampleFailure, ...]
+    forward_s: float = 0.0  # seconds in the model's forward pass alone, without sampling
 
 
 class Runner(Protocol):
