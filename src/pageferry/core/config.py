@@ -1,7 +1,31 @@
 """Configuration: one frozen, flat, checked dataclass per concern, read from TOML, then environment, then flags."""
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+
+from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
+from pageferry.core.layout import MAX_FRAME_BYTES, PageFormat
+from pageferry.core.settings import Setting, convert, read_environment, read_file
+
+COMPUTE_DTYPES = ("auto", "fp32", "bf16")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_MAX_PORT = 65535
+_MAX_SECONDS = 86_400.0
+
+
+def _check_ranges(section: object, **limits: tuple[float, float]) -> None:
+    for name, (low, high) in limits.items():
+        value = getattr(section, name)
+        if not low <= value <= high:
+            limit = f"must be at least {low}" if high == math.inf else f"must be from {low} to {high}"
+            raise invalid(name, value, limit)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise invalid(name, value, f"must be one of {', '.join(choices)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,7 +34,18 @@ class ServerConfig:
     port: int = 0  # 0: one that is free
     http_port: int = 0  # router only; 0: off
     drain_grace_s: float = 30.0
-    max_message_bytes: int = 4 * 2**20
+    max_message_bytes: int = 4 * 2**20  # a frame of a page must pass
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise invalid("host", self.host, "must be an address to listen on")
+        _check_ranges(
+            self,
+            port=(0, _MAX_PORT),
+            http_port=(0, _MAX_PORT),
+            drain_grace_s=(0, _MAX_SECONDS),
+            max_message_bytes=(MAX_FRAME_BYTES + 2**16, 2**31 - 1),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +59,20 @@ class EngineConfig:
     compute_dtype: str = "auto"  # fp32, bf16; auto: bf16 where the processor computes it natively
     max_model_tokens: int = 0  # 0: the model's own
 
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise invalid("model", self.model, "must be a directory, a .gguf file or a packaged model's name")
+        _check_choice("page_format", self.page_format, tuple(page_format.value for page_format in PageFormat))
+        _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        _check_ranges(
+            self,
+            page_size=(1, 1024),
+            num_pages=(0, math.inf),
+            kv_memory_mb=(1, math.inf),
+            threads=(0, 1024),
+            max_model_tokens=(0, math.inf),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -36,11 +85,32 @@ class SchedulerConfig:
     ageing_tokens_per_s: float = 1000.0  # how fast a waiting prompt gains on shorter ones
     prefix_cache: bool = True
 
+    def __post_init__(self) -> None:
+        _check_ranges(
+            self,
+            max_num_seqs=(1, 4096),
+            max_waiting=(0, math.inf),
+            chunk_tokens=(1, math.inf),
+            local_chunk_tokens=(1, math.inf),
+            batch_window_ms=(0, 60_000),
+            headroom_pages=(0, math.inf),
+            ageing_tokens_per_s=(0, 1e9),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class HandoffConfig:
     lease_ms: int = 30_000
     max_frames_in_flight: int = 16
+
+    def __post_init__(self) -> None:
+        _check_ranges(self, lease_ms=(1, 3_600_000), max_frames_in_flight=(1, 1024))
+
+
+def _check_address(name: str, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or not 1 <= int(port) <= _MAX_PORT:
+        raise invalid(name, address, f"must be host:port with a port from 1 to {_MAX_PORT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +122,18 @@ class RouterConfig:
     local_prefill_tokens: int = 32  # uncached prompt tokens up to which the decode worker computes them itself
     max_prompt_bytes: int = 1 << 20  # of prompt text, before tokenising
 
+    def __post_init__(self) -> None:
+        for name, addresses in (("prefill", self.prefill), ("decode", self.decode)):
+            for address in addresses:
+                _check_address(name, address)
+        _check_ranges(
+            self,
+            max_queue=(1, math.inf),
+            prefill_retries=(0, 100),
+            local_prefill_tokens=(0, math.inf),
+            max_prompt_bytes=(1, math.inf),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TelemetryConfig:
@@ -59,6 +141,10 @@ class TelemetryConfig:
     metrics_port: int = 0  # 0: off (the router serves /metrics on its HTTP port)
     max_traces: int = 256  # that the router keeps in memory
     log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_ranges(self, metrics_port=(0, _MAX_PORT), max_traces=(1, math.inf))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +156,56 @@ class Config:
     router: RouterConfig = field(default_factory=RouterConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
+    def describe(self) -> dict[str, object]:
+        """Every field by its "section.field", for one line of log at start."""
+        return {
+            f"{section.name}.{name}": value
+            for section in fields(self)
+            for name, value in asdict(getattr(self, section.name)).items()
+        }
 
-def load_config(path: Path | None, environment: dict[str, str], overrides: dict[str, object]) -> Config:
+
+def load_config(path: Path | None, environment: Mapping[str, str], overrides: Mapping[str, object]) -> Config:
     """Read TOML `[section] field`, then `PAGEFERRY_SECTION_FIELD`, then overrides keyed "section.field".
 
-    Raises InvalidArgumentError naming the file or variable, the field, the value and the limit.
+    A text is parsed where the field is none; lists are separated by commas. Raises InvalidArgumentError naming the
+    file or variable, the field, the value and the limit.
     """
-    raise NotImplementedError
+    settings = read_file(path) if path is not None else {}
+    settings.update(read_environment(environment))
+    settings.update({key: Setting(value, f"option {key}") for key, value in overrides.items()})
+    defaults = Config().describe()
+    values: dict[str, object] = {}
+    for key, setting in settings.items():
+        if key not in defaults:
+            raise _unknown(key, setting)
+        values[key] = convert(key, setting, defaults[key])
+    config = Config()
+    for section in fields(Config):
+        prefix = section.name + "."
+        changes = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+        try:
+            config = replace(config, **{section.name: replace(getattr(config, section.name), **changes)})
+        except InvalidArgumentError as error:
+            raise _located(error, prefix, settings) from None
+    return config
+
+
+def _unknown(key: str, setting: Setting) -> InvalidArgumentError:
+    section, _, name = key.partition(".")
+    sections = [part.name for part in fields(Config)]
+    if section in sections:
+        names = [known.partition(".")[2] for known in Config().describe() if known.startswith(section + ".")]
+        message = f"[{section}] has no field {name!r}, but {', '.join(names)}"
+    else:
+        message = f"there is no section {section!r}, but {', '.join(sections)}"
+    return InvalidArgumentError(f"{setting.source}: {message}", reason="BAD_CONFIG")
+
+
+def _located(error: InvalidArgumentError, prefix: str, settings: Mapping[str, Setting]) -> InvalidArgumentError:
+    """The error of a section's check with the section before the field, and the source before all."""
+    violations = tuple(FieldViolation(prefix + item.field, item.description) for item in error.violations)
+    sources = [settings[item.field].source + ": " for item in violations if item.field in settings]
+    return InvalidArgumentError(
+        "".join(sources[:1]) + prefix + error.message, reason="BAD_CONFIG", violations=violations
+    )

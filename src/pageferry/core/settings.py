@@ -1,0 +1,82 @@
+"""Settings before they are configuration: values as they were given, each with its source, and their conversion."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pageferry.core.errors import FieldViolation, InvalidArgumentError
+
+ENVIRONMENT_PREFIX = "PAGEFERRY_"
+_BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of texts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One given value and where it came from; keyed "section.field" everywhere."""
+
+    value: object
+    source: str
+
+
+def read_file(path: Path) -> dict[str, Setting]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InvalidArgumentError(f"configuration file {path} cannot be read: {error}", reason="BAD_CONFIG") from None
+    settings: dict[str, Setting] = {}
+    for section, table in document.items():
+        if not isinstance(table, dict):
+            raise InvalidArgumentError(
+                f"{path}: {section} stands outside a section; write [section] first", reason="BAD_CONFIG"
+            )
+        settings.update({f"{section}.{name}": Setting(value, str(path)) for name, value in table.items()})
+    return settings
+
+
+def read_environment(environment: Mapping[str, str]) -> dict[str, Setting]:
+    """The settings named PAGEFERRY_SECTION_FIELD."""
+    settings: dict[str, Setting] = {}
+    for variable, text in environment.items():
+        if variable.startswith(ENVIRONMENT_PREFIX):
+            key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", ".", 1)
+            settings[key] = Setting(text, f"environment variable {variable}")
+    return settings
+
+
+def convert(key: str, setting: Setting, default: object) -> object:
+    """The setting as its field's type, which is the type of the field's default."""
+    value = setting.value
+    if isinstance(value, str) and not isinstance(default, str):
+        value = _parse(value, default)
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    if isinstance(default, tuple) and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if type(value) is not type(default) or isinstance(value, tuple):
+        expected = _TYPE_NAMES[type(default)]
+        raise InvalidArgumentError(
+            f"{setting.source}: {key} is {setting.value!r}, must be {expected}",
+            reason="BAD_CONFIG",
+            violations=(FieldViolation(key, f"must be {expected}"),),
+        )
+    return value
+
+
+def _parse(text: str, default: object) -> object:
+    """The text as the default's type, or the text itself where it can't be."""
+    if isinstance(default, bool):
+        return _BOOLEANS.get(text.lower(), text)
+    if isinstance(default, tuple):
+        return tuple(item.strip() for item in text.split(",") if item.strip())
+    try:
+        return int(text) if isinstance(default, int) else float(text)
+    except ValueError:
+        return text
