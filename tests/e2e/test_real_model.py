@@ -1,0 +1,68 @@
+"""The packaged model through three processes."""
+
+import asyncio
+
+import pytest
+from cluster import Cluster, connected, generate, greedy, pageferry, wait_idle
+from traces import SPLIT_SPANS, one, orphans, wait_trace
+
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.types_pb2 import SamplingParams, StopConditions
+
+pytestmark = pytest.mark.timeout(400)
+
+SENTENCE = "The ferry left the harbour at dawn, and its crew counted the crates on deck before the fog came in. "
+
+
+async def test_it_knows_the_capital_of_france(real: Cluster) -> None:
+    question = pb.ChatMessage(role="user", content="What is the capital of France?")
+    request = pb.GenerateRequest(
+        chat=pb.ChatMessages(messages=[question]),
+        sampling=SamplingParams(temperature=0),
+        stop=StopConditions(max_tokens=40),
+    )
+    async with connected(real) as stub:
+        answer = await generate(stub, request)
+        assert "Paris" in answer.text
+        await wait_idle(stub)
+
+
+async def test_most_of_a_long_transfer_is_hidden_behind_prefill(real: Cluster) -> None:
+    async with connected(real) as stub:
+        ids = list((await stub.Tokenize(pb.TokenizeRequest(text=SENTENCE * 80))).ids)[:1500]
+        assert len(ids) == 1500
+        answer = await generate(stub, greedy(ids, 4))
+        assert answer.started is not None
+        assert answer.finished is not None
+        spans = await wait_trace(stub, answer.started.trace_id, SPLIT_SPANS)
+    assert orphans(spans) == []
+    chunks = [span for span in spans if span.name == "prefill.chunk"]
+    assert len(chunks) >= 1500 / 256
+    assert answer.finished.pages.shipped == 94
+    assert answer.finished.pages.hidden >= 0.7
+    hidden = one(spans, "kv.push", "CLIENT").attributes["pageferry.hidden"]
+    assert hidden == pytest.approx(answer.finished.pages.hidden, abs=0.01)
+
+
+@pytest.mark.slow
+async def test_32_at_once_all_complete_on_both_decode_workers(real: Cluster) -> None:
+    async with connected(real) as stub:
+        before = {worker.address: worker.load.generated_tokens for worker in (await wait_idle(stub)).workers}
+        requests = [greedy(f"{SENTENCE}Crate number {index} holds", 128) for index in range(32)]
+        answers = await asyncio.gather(*(generate(stub, request, timeout_s=300) for request in requests))
+        assert [len(answer.token_ids) for answer in answers] == [128] * 32
+        after = await wait_idle(stub)
+    grown = {worker.address: worker.load.generated_tokens - before[worker.address] for worker in after.workers}
+    used = [grown[worker.address] for worker in after.workers if worker.role == "decode"]
+    assert len(used) == 2
+    assert min(used) > 0
+
+
+@pytest.mark.slow
+def test_the_demo_answers_and_shows_its_trace() -> None:
+    result = pageferry("demo", timeout_s=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Paris" in result.stdout
+    assert result.stdout.count("kv.push") >= 2
+    for name in ("pageferry.request", "prefill.chunk", "decode.generate"):
+        assert name in result.stdout

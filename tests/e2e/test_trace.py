@@ -1,0 +1,82 @@
+"""One trace over all hops: complete, without orphans, and its parts add up."""
+
+import asyncio
+
+import pytest
+from cluster import Cluster, connected, generate, greedy
+from traces import DECODE_RPC, PREFILL_RPC, SPLIT_SPANS, counts, one, orphans, parent, roots, wait_trace
+
+
+async def test_a_split_request_has_all_spans_in_one_tree(split: Cluster) -> None:
+    async with connected(split) as stub:
+        answer = await generate(stub, greedy([9 + (index * 13) % 200 for index in range(100)], 10))
+        assert answer.started is not None
+        spans = await wait_trace(stub, answer.started.trace_id, SPLIT_SPANS)
+    assert counts(spans) - SPLIT_SPANS == {("prefill.chunk", "INTERNAL"): 1}  # 100 tokens in chunks of 64
+    assert orphans(spans) == []
+    assert [span.name for span in roots(spans)] == ["pageferry.request"]
+    assert len({span.service for span in spans}) == 3
+
+    def parents(name: str, kind: str = "INTERNAL") -> tuple[str, str]:
+        above = parent(spans, one(spans, name, kind))
+        return above.name, above.kind
+
+    assert parents(PREFILL_RPC, "SERVER") == (PREFILL_RPC, "CLIENT")
+    assert parents(DECODE_RPC, "SERVER") == (DECODE_RPC, "CLIENT")
+    assert parents("kv.push", "CLIENT") == (PREFILL_RPC, "SERVER")
+    assert parents("kv.push", "SERVER") == ("kv.push", "CLIENT")
+    assert parents("decode.generate") == (DECODE_RPC, "SERVER")
+
+
+async def test_the_parts_add_up_to_the_whole(split: Cluster) -> None:
+    async with connected(split) as stub:
+        answer = await generate(stub, greedy("A trace of one request, all its parts taken together.", 16))
+        assert answer.started is not None
+        assert answer.finished is not None
+        spans = await wait_trace(stub, answer.started.trace_id, SPLIT_SPANS)
+    timings = answer.finished.timings
+    request = one(spans, "pageferry.request", "SERVER")
+    assert request.seconds * 1e3 >= timings.total_ms - 1
+    first = request.attributes["gen_ai.server.time_to_first_token"]
+    assert first == pytest.approx(timings.ttft_ms / 1e3, abs=1e-3)
+    for span in spans:
+        assert span.end_ns >= span.start_ns
+        assert span.start_ns >= request.start_ns - 1_000_000
+
+
+async def test_the_push_reports_bytes_pages_and_what_was_hidden(split: Cluster) -> None:
+    async with connected(split) as stub:
+        answer = await generate(stub, greedy([3 + (index * 7) % 111 for index in range(200)], 4))
+        assert answer.started is not None
+        assert answer.finished is not None
+        spans = await wait_trace(stub, answer.started.trace_id, SPLIT_SPANS)
+    assert sum(span.name == "prefill.chunk" for span in spans) == 4
+    pages = answer.finished.pages
+    for kind in ("CLIENT", "SERVER"):
+        attributes = one(spans, "kv.push", kind).attributes
+        assert attributes["pageferry.pages"] == pages.shipped
+        assert attributes["pageferry.bytes"] == pages.bytes
+    hidden = one(spans, "kv.push", "CLIENT").attributes["pageferry.hidden"]
+    assert isinstance(hidden, float)
+    assert 0 <= hidden <= 1
+
+
+async def test_each_request_keeps_to_its_callers_trace(split: Cluster) -> None:
+    async with connected(split) as stub:
+        trace_ids = [f"{index + 1:032x}" for index in range(10)]
+        caller = "00000000000000ab"
+        answers = await asyncio.gather(
+            *(
+                generate(stub, greedy(f"Request {trace_id[-2:]} of ten", 6), traceparent=f"00-{trace_id}-{caller}-01")
+                for trace_id in trace_ids
+            ),
+            generate(stub, greedy("One without a parent", 6)),
+        )
+        *named, last = (answer.started.trace_id for answer in answers if answer.started is not None)
+        assert named == trace_ids
+        assert last not in trace_ids
+        for trace_id in named:
+            spans = await wait_trace(stub, trace_id, SPLIT_SPANS)
+            parent_id = bytes.fromhex(caller)
+            assert orphans(spans, remote_parent=parent_id) == []
+            assert [span.name for span in roots(spans, remote_parent=parent_id)] == ["pageferry.request"]

@@ -1,0 +1,84 @@
+"""Workers that die without a word."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from cluster import Cluster, connected, generate, greedy, running, wait_idle
+
+from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+NUM_CLIENTS = 12
+
+
+@pytest.fixture
+def cluster(tiny_model: Path) -> Iterator[Cluster]:
+    settings = {"router.local_prefill_tokens": "0", "scheduler.chunk_tokens": "32", "engine.num_pages": "1024"}
+    with running("--prefill", "1", "--decode", "1", "--model", str(tiny_model), settings=settings) as cluster:
+        yield cluster
+
+
+async def outcome(stub: InferenceServiceAsyncStub, prompt: list[int]) -> str:
+    """OK, or the name of the status."""
+    try:
+        answer = await generate(stub, greedy(prompt, 32))
+    except grpc.aio.AioRpcError as error:
+        return str(error.code().name)
+    assert len(answer.token_ids) == 32
+    return "OK"
+
+
+async def ask_on_and_on(stub: InferenceServiceAsyncStub, client: int, stop: asyncio.Event) -> list[tuple[float, str]]:
+    """One request after the other until told to stop: when each ended, and how."""
+    ended = []
+    for number in range(10_000):
+        if stop.is_set():
+            break
+        prompt = [4 + (client * 31 + number * 17 + index * 7) % 290 for index in range(160)]
+        ended.append((time.monotonic(), await outcome(stub, prompt)))
+        if ended[-1][1] != "OK":
+            await asyncio.sleep(0.05)
+    return ended
+
+
+async def kill_under_load(cluster: Cluster, module: str) -> list[str]:
+    """Kill the only worker of a kind amid requests; how those in flight ended, each within 5 s."""
+    stop = asyncio.Event()
+    async with connected(cluster) as stub:
+        await outcome(stub, [5] * 20)
+        before = set(cluster.pids(module))
+        (victim,) = before
+        clients = [asyncio.create_task(ask_on_and_on(stub, client, stop)) for client in range(NUM_CLIENTS)]
+        await asyncio.sleep(0.5)
+        os.kill(victim, signal.SIGKILL)
+        stop.set()
+        done, late = await asyncio.wait(clients, timeout=5)
+        assert not late, f"{len(late)} requests were still open 5 s after the kill"
+        return [how for client in done for _, how in client.result()]
+
+
+async def works_again(cluster: Cluster, timeout_s: float = 30) -> None:
+    """Until a request succeeds, which a restarted worker must let it; then everything is at rest."""
+    async with connected(cluster) as stub:
+        end = time.monotonic() + timeout_s
+        while await outcome(stub, [6] * 100) != "OK":
+            assert time.monotonic() < end, cluster.output[-4000:]
+            await asyncio.sleep(0.2)
+        await wait_idle(stub, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("module", ["prefill_svc", "decode_svc"])
+async def test_a_kill_under_load_ends_requests_and_a_restart_serves_again(cluster: Cluster, module: str) -> None:
+    before = cluster.pids(module)
+    outcomes = await kill_under_load(cluster, module)
+    assert set(outcomes) <= {"OK", "UNAVAILABLE"}
+    assert "OK" in outcomes
+    await works_again(cluster)
+    after = cluster.pids(module)
+    assert len(after) == 1
+    assert after != before
