@@ -1,0 +1,321 @@
+"""Which sequences a decode worker steps, whom it takes on, and who must make room."""
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import takewhile
+from operator import is_not
+
+from pageferry.core.chunks import end_step, prefill_order, prompt_chunk, start_step
+from pageferry.core.config import SchedulerConfig
+from pageferry.core.errors import ResourceExhaustedError
+from pageferry.core.layout import PageLayout
+from pageferry.core.page_tables import Claim, PageTables
+from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, SampleFailure, StepResult
+from pageferry.core.pool import PageId, PagePool
+from pageferry.core.sequence import Sequence, SequenceStatus
+from pageferry.core.sequence_queues import DeadlineQueue, Key, SequenceQueue
+
+RETRY_S = 0.01  # until the next look for pages that only a transfer's end or a peer can free
+_RETRY_AFTER_MS = 1000
+
+
+class DecodeScheduler:
+    """Steps every running sequence by one token, and beside them computes prompts in short chunks.
+
+    A sequence comes in by `add`, its prompt to be computed here, or by `reserve` and, once its pages are received,
+    `activate`. Who gets pages and slots first goes by priority, then arrival. Where pages run short in a step, the last
+    running sequences behind the one in need are preempted: they give all pages back, wait at the front of their
+    priority, and are recomputed, prompt and output, without emitting anything again. A sequence with nobody behind it
+    sits the step out. For a slot or pages of newcomers only sequences of lower priority are preempted.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
+        self._config = config
+        self._tables = PageTables(pool, layout, prefix_cache=config.prefix_cache)
+        self._waiting = SequenceQueue()  # by priority, preempted ones first, arrival
+        self._running = SequenceQueue()  # by priority, arrival
+        self._receiving: set[Sequence] = set()
+        self._deadlines = DeadlineQueue()
+        self._preempted: list[Sequence] = []  # since the last plan
+        self._lacks_room = False  # whether the first that waits did, at the last step
+        self._is_blocked = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_receiving(self) -> int:
+        return len(self._receiving)
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Tokens to compute before the sequences here can decode, cached ones of those that wait included."""
+        waiting = sum(len(sequence.token_ids) for sequence in self._waiting)
+        return waiting + sum(sequence.num_remaining - 1 for sequence in self._running)
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Take on a sequence whose prompt is computed here.
+
+        Raises InvalidArgumentError if the pool can never hold it with all its tokens, ResourceExhaustedError if too
+        many wait.
+        """
+        self._check_fits(sequence)
+        if len(self._waiting) >= self._config.max_waiting:
+            raise ResourceExhaustedError(
+                f"{len(self._waiting)} sequences wait already, max_waiting is {self._config.max_waiting}",
+                reason="QUEUE_FULL",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        self._waiting.add(sequence, self._waiting_key(sequence))
+        self._deadlines.add(sequence)
+        self._is_blocked = False
+
+    def reserve(self, sequence: Sequence, now: float) -> bool:
+        """Take a slot, references on cached pages, and reserved pages for the other tokens plus headroom.
+
+        Pages from index `num_cached // page_size` to the last of the tokens are the sender's to fill. False, with
+        nothing changed, where there is no room now. Raises InvalidArgumentError if there never will be. The caller
+        activates or aborts it.
+        """
+        self._check_fits(sequence)
+        if self._goes_after_waiting(sequence):
+            return False
+        num_taken = len(self._receiving) + self._waiting.num_before(self._waiting_key(sequence))
+        claim = self._make_room(sequence, num_taken, reserved=True)
+        if claim is None:
+            return False
+        self._tables.take(sequence, claim, reserved=True)
+        sequence.num_computed = sequence.num_cached
+        sequence.status = SequenceStatus.RECEIVING
+        self._receiving.add(sequence)
+        self._deadlines.add(sequence)
+        return True
+
+    def activate(self, sequence: Sequence, first: SampledToken | None, now: float) -> Output:
+        """Run a reserved sequence, all of whose pages are filled; `first` is the sender's token and is emitted here.
+
+        It may end the sequence at once. Without it, the last token is computed again and the next one sampled here.
+        """
+        assert sequence.status is SequenceStatus.RECEIVING, f"{sequence.status} cannot be activated"
+        self._tables.commit(sequence, sequence.num_cached // self._tables.page_size)
+        sequence.num_computed = len(sequence.token_ids) - (first is None)
+        self._tables.store(sequence, sequence.num_cached, sequence.num_computed)
+        self._receiving.remove(sequence)
+        self._run(sequence)
+        return Output() if first is None else self._emit([(sequence, first)], now)
+
+    def schedule(self, now: float) -> Plan | None:
+        """The next step; None where there is no work or pages are lacking."""
+        num_preempted = len(self._preempted)
+        stalled = self._grow()
+        if len(self._preempted) == num_preempted:
+            self._admit()
+        chunks = [
+            Chunk(sequence, sequence.num_computed, 1, samples=True)
+            for sequence in self._running
+            if sequence.num_remaining == 1 and sequence not in stalled
+        ]
+        chunks += self._prompt_chunks()
+        self._is_blocked = not chunks
+        if not chunks:
+            return None
+        preempted, self._preempted = tuple(self._preempted), []
+        return start_step(chunks, preempted, self._tables, now)
+
+    def apply(self, plan: Plan, result: StepResult, now: float) -> Output:
+        """Record what the plan's run gave. Sequences that ended hold no pages any more."""
+        return self._emit(end_step(plan, result, self._tables), now)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Drop the sequence, whatever its state, and free what it holds; again does nothing."""
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._end(sequence)
+
+    def expire(self, now: float) -> tuple[Ended, ...]:
+        """Drop the sequences whose deadline has passed."""
+        expired = self._deadlines.expired(now)
+        for sequence in expired:
+            self._end(sequence)
+        return tuple(Ended(sequence, failure="deadline") for sequence in expired)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """Seconds until `expire` and `schedule` have something to do; None: not before something is added."""
+        times = []
+        if self._running or self._waiting:
+            times.append(RETRY_S if self._is_blocked else 0.0)
+        deadline = self._deadlines.next_deadline()
+        if deadline is not None:
+            times.append(max(0.0, deadline - now))
+        return min(times, default=None)
+
+    def _emit(self, samples: Iterable[tuple[Sequence, SampledToken | SampleFailure]], now: float) -> Output:
+        emitted, ended = [], []
+        for sequence, sample in samples:
+            if isinstance(sample, SampleFailure):
+                ended.append(Ended(sequence, failure=sample.message))
+                self._end(sequence)
+                continue
+            emitted.append(Emitted(sequence, sequence.num_output, sample))
+            sequence.append(sample.token_id)
+            if sequence.first_token_time is None:
+                sequence.first_token_time = now
+            reason = sequence.finish_reason()
+            if reason is not None:
+                ended.append(Ended(sequence, reason))
+                self._end(sequence)
+        return Output(tuple(emitted), tuple(ended))
+
+    def _grow(self) -> set[Sequence]:
+        """Give each sequence that needs it a page for its next position; returns those that get none in this step."""
+        stalled = set()
+        for sequence in list(self._running):
+            has_page = sequence.num_computed < len(sequence.pages) * self._tables.page_size
+            if sequence.status is not SequenceStatus.RUNNING or has_page or self._tables.extend(sequence):
+                continue
+            victims = self._choose_victims(takewhile(partial(is_not, sequence), reversed(self._running)), num_pages=1)
+            self._preempt(victims)
+            if not victims or not self._tables.extend(sequence):
+                stalled.add(sequence)
+        return stalled
+
+    def _admit(self) -> None:
+        """Start those that wait, in their order, as far as slots, pages and the step's prompt tokens go."""
+        self._lacks_room = False
+        while self._waiting and self._prompt_tokens_before(self._waiting.head) < self._config.local_chunk_tokens:
+            sequence = self._waiting.head
+            claim = self._make_room(sequence, num_taken=len(self._receiving))
+            if claim is None:
+                self._lacks_room = True
+                break
+            self._waiting.remove(sequence)
+            self._tables.take(sequence, claim)
+            self._run(sequence)
+
+    def _make_room(self, sequence: Sequence, num_taken: int, *, reserved: bool = False) -> Claim | None:
+        """A claim that can be taken, with a slot beside `num_taken` ones, after preempting lower priorities if need be.
+
+        None, with nothing changed, where that isn't enough.
+        """
+        claim = self._claim(sequence, reserved)
+        num_slots = len(self._running) + num_taken + 1 - self._config.max_num_seqs
+        if num_slots <= 0 and claim.num_lacking + self._margin(sequence) <= 0:
+            return claim
+        lower = takewhile(lambda other: other.work.priority > sequence.work.priority, reversed(self._running))
+        victims = self._choose_victims(lower, claim.num_lacking, num_slots, claim.matched)
+        self._preempt(victims)
+        return self._claim(sequence, reserved) if victims else None
+
+    def _claim(self, sequence: Sequence, reserved: bool) -> Claim:
+        num_growth = self._tables.num_pages(_max_positions(sequence)) - self._tables.num_pages(len(sequence.token_ids))
+        num_spare = min(self._config.headroom_pages, num_growth)
+        return (self._tables.claim_reserved if reserved else self._tables.claim)(sequence, num_spare)
+
+    def _margin(self, sequence: Sequence) -> int:
+        """Pages to leave free when a preempted sequence resumes, for those before it, who could preempt it again.
+
+        Doubling each time bounds how often that happens; without anyone before it the margin is nothing.
+        """
+        if sequence.num_preemptions == 0:
+            return 0
+        num_before = self._running.num_before(_running_key(sequence))
+        return num_before * max(1, self._config.headroom_pages) << (sequence.num_preemptions - 1)
+
+    def _choose_victims(
+        self, candidates: Iterable[Sequence], num_pages: int, num_slots: int = 0, kept: Iterable[PageId] = ()
+    ) -> list[Sequence]:
+        """The first candidates that give so many pages, `kept` ones not counted, and slots; those not needed left out.
+
+        Nobody if all of them are not enough.
+        """
+        if self._tables.in_step or (num_pages <= 0 and num_slots <= 0):
+            return []
+        chosen: list[Sequence] = []
+        num_freed = 0
+        for candidate, num_freed in self._tables.freed_by(candidates, kept):
+            chosen.append(candidate)
+            if num_freed >= num_pages and len(chosen) >= num_slots:
+                break
+        if num_freed < num_pages or len(chosen) < num_slots:
+            return []
+        for candidate in reversed(chosen[:-1]):
+            rest = [other for other in chosen if other is not candidate]
+            if len(rest) >= num_slots and self._tables.num_freed(rest, kept) >= num_pages:
+                chosen = rest
+        return chosen
+
+    def _preempt(self, victims: list[Sequence]) -> None:
+        for victim in victims:
+            self._running.remove(victim)
+            self._tables.release(victim)
+            victim.num_computed = 0
+            victim.num_preemptions += 1
+            victim.status = SequenceStatus.WAITING
+            self._waiting.add(victim, self._waiting_key(victim))
+            self._preempted.append(victim)
+
+    def _goes_after_waiting(self, sequence: Sequence) -> bool:
+        """Whether someone of its priority or a better one was preempted, or is first and found no room."""
+        if not self._waiting or self._waiting.head.work.priority > sequence.work.priority:
+            return False
+        return self._lacks_room or self._waiting.head.num_preemptions > 0
+
+    def _prompts(self) -> list[Sequence]:
+        prompts = [sequence for sequence in self._running if sequence.num_remaining > 1]
+        return sorted(prompts, key=lambda sequence: self._prefill_key(sequence, sequence.num_remaining))
+
+    def _prompt_chunks(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        budget = self._config.local_chunk_tokens
+        for sequence in self._prompts():
+            chunk = prompt_chunk(sequence, budget, self._tables.page_size, is_first=not chunks)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
+        return chunks
+
+    def _prompt_tokens_before(self, sequence: Sequence) -> int:
+        """Prompt tokens of running sequences that are computed before those of this one, which waits."""
+        prompts = self._prompts()
+        if not prompts:
+            return 0
+        key = self._prefill_key(sequence, len(sequence.token_ids) - self._tables.num_cached(sequence))
+        return sum(other.num_remaining for other in prompts if self._prefill_key(other, other.num_remaining) <= key)
+
+    def _prefill_key(self, sequence: Sequence, num_remaining: int) -> Key:
+        return prefill_order(sequence, num_remaining, self._config.ageing_tokens_per_s)
+
+    def _waiting_key(self, sequence: Sequence) -> Key:
+        return (sequence.work.priority, sequence.num_preemptions == 0, sequence.arrival)
+
+    def _check_fits(self, sequence: Sequence) -> None:
+        stop = sequence.work.stop
+        what = f"a prompt of {sequence.num_prompt} tokens with max_tokens {stop.max_tokens}"
+        self._tables.check_fits(_max_positions(sequence), what=what)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.RUNNING
+        self._running.add(sequence, _running_key(sequence))
+        self._is_blocked = False
+
+    def _end(self, sequence: Sequence) -> None:
+        for queue in (self._waiting, self._running):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._receiving.discard(sequence)
+        self._tables.release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self._lacks_room = self._is_blocked = False
+
+
+def _running_key(sequence: Sequence) -> Key:
+    return (sequence.work.priority, sequence.arrival)
+
+
+def _max_positions(sequence: Sequence) -> int:
+    """Positions whose keys and values it may come to need: the last token's are never computed."""
+    return max(len(sequence.token_ids), sequence.num_prompt + sequence.work.stop.max_tokens - 1)

@@ -1,0 +1,171 @@
+"""Which prompts a prefill worker computes next, in which chunks."""
+
+from collections import deque
+
+from pageferry.core.chunks import end_step, prefill_order, prompt_chunk, start_step
+from pageferry.core.config import SchedulerConfig
+from pageferry.core.errors import ResourceExhaustedError
+from pageferry.core.layout import PageLayout
+from pageferry.core.page_tables import PageTables
+from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, StepResult
+from pageferry.core.pool import PagePool
+from pageferry.core.sequence import Sequence, SequenceStatus
+from pageferry.core.sequence_queues import DeadlineQueue, Key, SequenceQueue
+
+RETRY_S = 0.01  # until the next look for pages that only a transfer's end or a peer can free
+_RETRY_AFTER_MS = 1000
+
+
+class PrefillScheduler:
+    """Shares each step's `chunk_tokens` over the prompts that have the least left; long ones gain by waiting.
+
+    A prompt takes all its pages when it starts, so that prompts that have started can always finish. It ends here with
+    its first token. Pages go back with the step that ends it: who still reads them holds references of its own,
+    acquired between the run of a step and `apply`.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
+        self._config = config
+        self._tables = PageTables(pool, layout, prefix_cache=config.prefix_cache)
+        self._waiting = SequenceQueue()
+        self._waiting_tokens = 0
+        self._running: dict[Sequence, None] = {}
+        self._deadlines = DeadlineQueue()
+        self._window_start = 0.0
+        self._is_blocked = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Tokens still to compute, those that the prefix cache is expected to give left out."""
+        return self._waiting_tokens + sum(sequence.num_remaining for sequence in self._running)
+
+    def add(self, sequence: Sequence, now: float) -> None:
+        """Take a sequence on. Raises InvalidArgumentError if the pool is too small, ResourceExhaustedError if full."""
+        self._tables.check_fits(len(sequence.token_ids), what=f"a prompt of {len(sequence.token_ids)} tokens")
+        if len(self._waiting) >= self._config.max_waiting:
+            raise ResourceExhaustedError(
+                f"{len(self._waiting)} prompts wait already, max_waiting is {self._config.max_waiting}",
+                reason="QUEUE_FULL",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        if not self._waiting:
+            self._window_start = now
+        sequence.num_cached = self._tables.num_cached(sequence)  # what is expected; `take` sets what is found
+        self._waiting.add(sequence, self._order(sequence, self._num_expected(sequence)))
+        self._waiting_tokens += self._num_expected(sequence)
+        self._deadlines.add(sequence)
+        self._is_blocked = False
+
+    def schedule(self, now: float) -> Plan | None:
+        """The next step; None where there is no work, it waits for company, or pages are lacking."""
+        if self._window_left(now) > 0:
+            return None
+        chunks: list[Chunk] = []
+        budget, may_start = self._config.chunk_tokens, True
+        running = deque(sorted(self._running, key=lambda sequence: self._order(sequence, sequence.num_remaining)))
+        while budget > 0:
+            if may_start and self._waiting and (not running or self._waiting.head_key < self._running_key(running[0])):
+                sequence = self._waiting.head
+                may_start = self._start(sequence)
+                if not may_start:
+                    continue
+            elif running:
+                sequence = running.popleft()
+            else:
+                break
+            chunk = prompt_chunk(sequence, budget, self._tables.page_size, is_first=not chunks)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
+        self._is_blocked = not chunks and bool(self._waiting)
+        return start_step(chunks, (), self._tables, now) if chunks else None
+
+    def apply(self, plan: Plan, result: StepResult, now: float) -> Output:
+        """Record what the plan's run gave. A sequence that sampled its token has ended here and holds no pages."""
+        emitted, ended = [], []
+        for sequence, sample in end_step(plan, result, self._tables):
+            if isinstance(sample, SampledToken):
+                emitted.append(Emitted(sequence, sequence.num_output, sample))
+                sequence.append(sample.token_id)
+                sequence.first_token_time = now
+                ended.append(Ended(sequence, sequence.finish_reason()))
+            else:
+                ended.append(Ended(sequence, failure=sample.message))
+            self._end(sequence)
+        return Output(tuple(emitted), tuple(ended))
+
+    def abort(self, sequence: Sequence) -> None:
+        """Drop the sequence, whatever its state, and free what it holds; again does nothing."""
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._end(sequence)
+
+    def expire(self, now: float) -> tuple[Ended, ...]:
+        """Drop the sequences whose deadline has passed."""
+        expired = self._deadlines.expired(now)
+        for sequence in expired:
+            self._end(sequence)
+        return tuple(Ended(sequence, failure="deadline") for sequence in expired)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """Seconds until `expire` and `schedule` have something to do; None: not before something is added."""
+        if self._running:
+            return 0.0
+        times = []
+        if self._waiting:
+            times.append(RETRY_S if self._is_blocked else max(0.0, self._window_left(now)))
+        deadline = self._deadlines.next_deadline()
+        if deadline is not None:
+            times.append(max(0.0, deadline - now))
+        return min(times, default=None)
+
+    def _order(self, sequence: Sequence, num_remaining: int) -> Key:
+        return prefill_order(sequence, num_remaining, self._config.ageing_tokens_per_s)
+
+    def _running_key(self, sequence: Sequence) -> Key:
+        return self._order(sequence, sequence.num_remaining)
+
+    def _num_expected(self, sequence: Sequence) -> int:
+        return len(sequence.token_ids) - sequence.num_cached
+
+    def _window_left(self, now: float) -> float:
+        """Seconds for which a step is better put off, so that prompts that are about to come can share it."""
+        could_join = (
+            not self._running
+            and 0 < len(self._waiting) < min(self._config.max_num_seqs, self._config.max_waiting)
+            and self._waiting_tokens < self._config.chunk_tokens
+            and self._tables.num_pages(self._waiting_tokens) < self._tables.num_available
+        )
+        return self._window_start + self._config.batch_window_ms / 1000 - now if could_join else 0.0
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Move the sequence from waiting to running; False where a slot or pages are lacking."""
+        if len(self._running) >= self._config.max_num_seqs:
+            return False
+        claim = self._tables.claim(sequence)
+        if claim.num_lacking > 0:
+            return False
+        self._leave_queue(sequence)
+        self._tables.take(sequence, claim)
+        sequence.status = SequenceStatus.RUNNING
+        self._running[sequence] = None
+        return True
+
+    def _leave_queue(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._waiting_tokens -= self._num_expected(sequence)
+
+    def _end(self, sequence: Sequence) -> None:
+        if sequence in self._waiting:
+            self._leave_queue(sequence)
+        self._running.pop(sequence, None)
+        self._tables.release(sequence)
+        sequence.status = SequenceStatus.FINISHED
+        self._is_blocked = False
