@@ -1,0 +1,147 @@
+"""Messages of the contract as the core's types, and back. Raises InvalidArgumentError where a message is wrong."""
+
+from pageferry.core.errors import invalid
+from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.plan import SampledToken
+from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sequence import FinishReason, WorkItem
+from pageferry.v1 import types_pb2 as pb
+
+_FORMATS = {
+    PageFormat.FP32: pb.PAGE_FORMAT_FP32,
+    PageFormat.BF16: pb.PAGE_FORMAT_BF16,
+    PageFormat.INT8: pb.PAGE_FORMAT_INT8,
+}
+_FORMATS_BACK = {value: key for key, value in _FORMATS.items()}
+_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+_REASONS_BACK = {value: key for key, value in _REASONS.items()}
+
+
+def format_to_proto(page_format: PageFormat) -> pb.PageFormat:
+    return _FORMATS[page_format]
+
+
+def format_from_proto(value: int) -> PageFormat:
+    if value not in _FORMATS_BACK:
+        raise invalid("layout.format", value, "is no page format that this version knows")
+    return _FORMATS_BACK[pb.PageFormat(value)]
+
+
+def layout_to_proto(layout: PageLayout) -> pb.PageLayout:
+    return pb.PageLayout(
+        fingerprint=layout.fingerprint,
+        format=format_to_proto(layout.format),
+        page_size=layout.page_size,
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        page_bytes=layout.page_bytes,
+        version=layout.version,
+    )
+
+
+def layout_from_proto(message: pb.PageLayout) -> PageLayout:
+    layout = PageLayout(
+        fingerprint=message.fingerprint,
+        format=format_from_proto(message.format),
+        page_size=message.page_size,
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        version=message.version,
+    )
+    if message.page_bytes != layout.page_bytes:
+        raise invalid(
+            "layout.page_bytes", message.page_bytes, f"must be {layout.page_bytes} for the layout's other fields"
+        )
+    return layout
+
+
+def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        seed=sampling.seed,
+        logprobs=sampling.num_logprobs,
+    )
+
+
+def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
+    """An absent field takes the contract's own default; the router has filled in the model's before."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    given = {name: getattr(message, name) for name in (*names, "seed") if message.HasField(name)}
+    return SamplingParams(**given, num_logprobs=message.logprobs if message.HasField("logprobs") else None)
+
+
+def stop_to_proto(stop: StopParams) -> pb.StopConditions:
+    return pb.StopConditions(
+        max_tokens=stop.max_tokens, min_tokens=stop.min_tokens, stop_token_ids=sorted(stop.stop_token_ids)
+    )
+
+
+def stop_from_proto(message: pb.StopConditions) -> StopParams:
+    if not message.HasField("max_tokens"):
+        raise invalid("stop.max_tokens", None, "must be set")
+    return StopParams(message.max_tokens, message.min_tokens, frozenset(message.stop_token_ids))
+
+
+def work_to_proto(work: WorkItem) -> pb.WorkItem:
+    return pb.WorkItem(
+        request_id=work.request_id,
+        prompt_ids=work.prompt_ids,
+        output_ids=work.output_ids,
+        sampling=sampling_to_proto(work.sampling),
+        stop=stop_to_proto(work.stop),
+        choice=work.choice,
+        priority=work.priority,
+        cache_salt=work.cache_salt,
+    )
+
+
+def work_from_proto(message: pb.WorkItem) -> WorkItem:
+    if not message.request_id:
+        raise invalid("work.request_id", "", "must not be empty")
+    if not message.prompt_ids:
+        raise invalid("work.prompt_ids", [], "must hold at least one token id")
+    return WorkItem(
+        request_id=message.request_id,
+        prompt_ids=tuple(message.prompt_ids),
+        sampling=sampling_from_proto(message.sampling),
+        stop=stop_from_proto(message.stop),
+        output_ids=tuple(message.output_ids),
+        choice=message.choice,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )
+
+
+def token_to_proto(position: int, token: SampledToken, want_logprobs: bool = True) -> pb.GeneratedToken:
+    """The token with its log-probabilities, where it has them and they are wanted."""
+    message = pb.GeneratedToken(position=position, token_id=token.token_id)
+    if want_logprobs and token.logprob is not None:
+        message.logprobs.sampled.token_id = token.token_id
+        message.logprobs.sampled.logprob = token.logprob
+        message.logprobs.top.extend(pb.TokenLogprob(token_id=id_, logprob=logprob) for id_, logprob in token.top)
+    return message
+
+
+def token_from_proto(message: pb.GeneratedToken) -> tuple[int, SampledToken]:
+    """Position and token."""
+    if not message.HasField("logprobs"):
+        return message.position, SampledToken(message.token_id)
+    top = tuple((entry.token_id, entry.logprob) for entry in message.logprobs.top)
+    return message.position, SampledToken(message.token_id, message.logprobs.sampled.logprob, top)
+
+
+def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
+    return _REASONS[reason] if reason else pb.FINISH_REASON_UNSPECIFIED
+
+
+def finish_from_proto(value: int) -> FinishReason | None:
+    """None for UNSPECIFIED, which says that the generation goes on."""
+    return _REASONS_BACK.get(pb.FinishReason(value))

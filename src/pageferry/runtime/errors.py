@@ -1,0 +1,121 @@
+"""Errors of the core as gRPC statuses with details, and back."""
+
+from typing import Any, Never
+
+import grpc
+from google.protobuf.any_pb2 import Any as PackedMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc_status import rpc_status
+
+from pageferry.core import errors
+
+DOMAIN = "pageferry"
+_DETAILS_KEY = "grpc-status-details-bin"
+_CLASSES: dict[str, type[errors.PageferryError]] = {
+    kind.code: kind
+    for kind in (
+        errors.InvalidArgumentError,
+        errors.NotFoundError,
+        errors.AlreadyExistsError,
+        errors.FailedPreconditionError,
+        errors.ResourceExhaustedError,
+        errors.UnavailableError,
+        errors.AbortedError,
+        errors.DeadlineExceededError,
+        errors.CancelledError,
+        errors.UnimplementedError,
+        errors.InternalError,
+        errors.DataLossError,
+    )
+}
+# What the transport reports, as INTERNAL or CANCELLED, where the peer or a proxy dropped a stream half-way.
+_BROKEN_STREAM = ("Stream removed", "RST_STREAM", "GOAWAY", "Socket closed", "Connection reset")
+
+
+def to_status(error: errors.PageferryError) -> Status:
+    """The error with ErrorInfo, and with BadRequest and RetryInfo where it carries them."""
+    details: list[ErrorInfo | BadRequest | RetryInfo] = [
+        ErrorInfo(domain=DOMAIN, reason=error.reason, metadata=error.metadata)
+    ]
+    if error.violations:
+        violations = [
+            BadRequest.FieldViolation(field=violation.field, description=violation.description)
+            for violation in error.violations
+        ]
+        details.append(BadRequest(field_violations=violations))
+    if error.retry_after_ms is not None:
+        delay = Duration()
+        delay.FromMilliseconds(error.retry_after_ms)
+        details.append(RetryInfo(retry_delay=delay))
+    status = Status(code=grpc.StatusCode[error.code].value[0], message=error.message)
+    for detail in details:
+        packed = PackedMessage()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: errors.PageferryError) -> Never:
+    """End the call with the error's status and details; always raises."""
+    status = rpc_status.to_status(to_status(error))
+    await context.abort(status.code, status.details, tuple(status.trailing_metadata))
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.PageferryError:
+    """The error as it was raised at the peer: class, message, reason, violations, and when to try again.
+
+    A stream that broke half-way is an UnavailableError, whatever code the transport gives it: INTERNAL, CANCELLED or
+    UNKNOWN without our details come from a dying peer or a proxy, and another try may reach another worker.
+    """
+    code, message = error.code(), error.details() or ""
+    info, retry_after_ms, violations = _details(error)
+    if info is None and _is_broken_stream(code, message):
+        return errors.UnavailableError(f"stream broken: {message}", reason="STREAM_BROKEN")
+    return _CLASSES.get(code.name, errors.InternalError)(
+        message,
+        reason=info.reason if info else "",
+        retry_after_ms=retry_after_ms,
+        violations=violations,
+        metadata=dict(info.metadata) if info else None,
+    )
+
+
+def _is_broken_stream(code: grpc.StatusCode, message: str) -> bool:
+    if code is grpc.StatusCode.UNKNOWN:
+        return True
+    transport_codes = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+    return code in transport_codes and any(sign in message for sign in _BROKEN_STREAM)
+
+
+def _details(
+    error: grpc.aio.AioRpcError,
+) -> tuple[ErrorInfo | None, int | None, tuple[errors.FieldViolation, ...]]:
+    info, retry_after_ms, violations = None, None, []
+    for packed in _status(error).details:
+        if packed.Is(ErrorInfo.DESCRIPTOR):
+            candidate = ErrorInfo()
+            packed.Unpack(candidate)
+            info = candidate if candidate.domain == DOMAIN else info
+        elif packed.Is(RetryInfo.DESCRIPTOR):
+            retry = RetryInfo()
+            packed.Unpack(retry)
+            retry_after_ms = retry.retry_delay.ToMilliseconds()
+        elif packed.Is(BadRequest.DESCRIPTOR):
+            bad_request = BadRequest()
+            packed.Unpack(bad_request)
+            violations += [errors.FieldViolation(v.field, v.description) for v in bad_request.field_violations]
+    return info, retry_after_ms, tuple(violations)
+
+
+def _status(error: grpc.aio.AioRpcError) -> Status:
+    """The peer's details; empty where there are none or they can't be read."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _DETAILS_KEY and isinstance(value, bytes):
+            try:
+                return Status.FromString(value)
+            except DecodeError:
+                break
+    return Status()

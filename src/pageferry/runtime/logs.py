@@ -1,0 +1,51 @@
+"""Structured logs: one JSON object a line on stderr, `event` naming what happened. No text of a request goes in."""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from pageferry.core.errors import invalid
+
+_LOGGER = logging.getLogger("pageferry")
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_FIELDS = "pageferry_fields"
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{moment}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "service": self._service,
+            "event": record.getMessage(),
+            **getattr(record, _FIELDS, {}),
+        }
+        if record.name != _LOGGER.name:
+            line["logger"] = record.name
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def configure_logging(service: str, level: str) -> None:
+    """Send all logs of the process to stderr as JSON; libraries' only from warning upwards."""
+    if level not in _LEVELS:
+        raise invalid("telemetry.log_level", level, f"must be one of {', '.join(_LEVELS)}")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter(service))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+    _LOGGER.setLevel(_LEVELS[level])
+
+
+def log(event: str, *, level: str = "info", exc_info: bool = False, **fields: object) -> None:
+    """Log an event, e.g. `log("worker_ready", address=address, pages=1024)`."""
+    _LOGGER.log(_LEVELS[level], event, exc_info=exc_info, extra={_FIELDS: fields})

@@ -1,0 +1,92 @@
+"""The main function of a service's process: arguments, configuration, signals, one event loop, exit code."""
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from pageferry.core.config import Config, load_config
+from pageferry.core.errors import PageferryError, invalid
+from pageferry.runtime.logs import configure_logging, log
+
+_PR_SET_PDEATHSIG = 1
+Main = Callable[[Config, asyncio.Event], Awaitable[int]]
+
+
+def run_service(main: Main, *, name: str, arguments: list[str] | None = None) -> int:
+    """Run a service until it returns, and give the process's exit code.
+
+    `main` gets the configuration and an event that is set by SIGTERM or Ctrl-C; a second Ctrl-C ends the process at
+    once. An error that the user can mend is one line on stderr.
+    """
+    # Forking after gRPC has started fails in the child: its fork handlers would only add noise.
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+    try:
+        options = _parse(name, sys.argv[1:] if arguments is None else arguments)
+        if options.die_with_parent:
+            _die_with_parent()
+        overrides = dict(_override(text) for text in options.set)
+        config = load_config(options.config, dict(os.environ), overrides)
+        configure_logging(name, config.telemetry.log_level)
+        return _run(main, config)
+    except PageferryError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+    except Exception as error:
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        log("crashed", level="debug", exc_info=True)
+    return 1
+
+
+def _parse(name: str, arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=name)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the sections of the configuration")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="override one field; may be repeated"
+    )
+    parser.add_argument(
+        "--die-with-parent", action="store_true", help="stop when the process that started this one ends"
+    )
+    return parser.parse_args(arguments)
+
+
+def _override(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals or "." not in name:
+        raise invalid("--set", text, "must be SECTION.FIELD=VALUE")
+    return name, value
+
+
+def _die_with_parent() -> None:
+    """Get SIGTERM when the parent ends, however it ends."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it ended before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(main: Main, config: Config) -> int:
+    import uvloop
+
+    async def run() -> int:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, _stop, stop, number)
+        return await main(config, stop)
+
+    return uvloop.run(run())
+
+
+def _stop(stop: asyncio.Event, number: int) -> None:
+    if stop.is_set() and number == signal.SIGINT:
+        logging.shutdown()
+        os._exit(130)
+    log("stopping", signal=signal.Signals(number).name)
+    stop.set()

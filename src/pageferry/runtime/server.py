@@ -1,0 +1,101 @@
+"""A gRPC server with health, reflection, tracing, and a drain that lets live streams end."""
+
+import errno
+import os
+import socket
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import Tracer
+
+from pageferry.core.config import ServerConfig
+from pageferry.core.errors import UnavailableError
+from pageferry.runtime.channels import KEEPALIVE_OPTIONS, MIN_PING_INTERVAL_MS
+from pageferry.runtime.interceptors import ServerInterceptor
+from pageferry.runtime.logs import log
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcServer:
+    """Add servicers, then `start`; leaving the context ends every call. Not serving until told otherwise."""
+
+    def __init__(self, config: ServerConfig, tracer: Tracer) -> None:
+        self._config = config
+        self._interceptor = ServerInterceptor(tracer)
+        self._health = HealthServicer()
+        self._services = [""]
+        self._server = grpc.aio.server(
+            interceptors=(self._interceptor,),
+            options=(
+                *KEEPALIVE_OPTIONS,
+                ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.so_reuseport", 0),
+            ),
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, service: str) -> None:
+        """E.g. `add(add_PageServiceServicer_to_server, receiver, "pageferry.v1.PageService")`; before `start`."""
+        register(servicer, self._server)
+        self._services.append(service)
+
+    async def start(self) -> int:
+        """Listen; returns the port. UnavailableError naming host and port where that can't be done."""
+        reflected = [service for service in self._services if service]
+        reflection.enable_server_reflection([*reflected, reflection.SERVICE_NAME], self._server)
+        await self.set_serving(False)
+        address = f"{self._config.host}:{self._config.port}"
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError:
+            reason = _why_not(self._config.host, self._config.port)
+            raise UnavailableError(
+                f"server.port: can't listen on {address}: {reason}", reason="CANNOT_LISTEN"
+            ) from None
+        await self._server.start()
+        return port
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks answer, for the process ("") and for each service; watchers of it are told."""
+        for service in self._services:
+            await self._health.set(service, _SERVING if serving else _NOT_SERVING)
+
+    async def drain(self, grace_s: float) -> int:
+        """Refuse new work and let live work end; what still lives after `grace_s` ends with UNAVAILABLE.
+
+        Returns how many calls were ended. Calls that serve live work, such as pushes of pages, are still taken.
+        """
+        await self.set_serving(False)
+        self._interceptor.draining = True
+        num_ended = await self._interceptor.wait_idle(grace_s)
+        log("drained", grace_s=grace_s, ended_calls=num_ended)
+        return num_ended
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._server.stop(None)
+
+
+def _why_not(host: str, port: int) -> str:
+    """Why one can't listen there, since the gRPC library doesn't tell."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except socket.gaierror as error:
+        return f"host not found ({error.strerror})"
+    except OSError as error:
+        return "the port is in use" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0).lower()
+    return "the port was in use"

@@ -1,0 +1,146 @@
+"""How a worker tells routers of its state: a snapshot to each watcher, then every change, in order."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from pageferry.core.errors import ResourceExhaustedError
+from pageferry.v1 import inference_pb2, worker_pb2, worker_pb2_grpc
+
+MAX_QUEUED_EVENTS = 1024
+HEARTBEAT_S = 0.5
+MIN_LOAD_INTERVAL_S = 0.02
+MAX_HASHES_PER_MESSAGE = 65_536  # 1 MiB
+
+
+class _Watcher:
+    """What one watcher has not been sent yet. Of loads only the newest matters; other events are never left out."""
+
+    def __init__(self) -> None:
+        self.events: deque[worker_pb2.WatchResponse] = deque()
+        self.load: inference_pb2.WorkerLoad | None = None
+        self.overflown = False
+        self.ready = asyncio.Event()
+
+    def put(self, event: worker_pb2.WatchResponse) -> None:
+        if len(self.events) >= MAX_QUEUED_EVENTS:
+            self.overflown = True
+        else:
+            self.events.append(event)
+        self.ready.set()
+
+
+class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
+    """The WorkerService. All methods run on the event loop.
+
+    The hub itself keeps the hashes published, and fills `cached_hashes` and `draining` of a snapshot: so a snapshot
+    and the changes after it always fit. A watcher that reads too slowly is ended with an error, and starts over.
+    """
+
+    def __init__(
+        self,
+        incarnation: bytes,
+        snapshot: Callable[[], worker_pb2.Snapshot],
+        drain: Callable[[float | None], Awaitable[int]],
+    ) -> None:
+        """`snapshot` gives all but the hashes; `drain` takes the seconds of grace (None: the worker's own setting)."""
+        self._incarnation = incarnation
+        self._snapshot = snapshot
+        self._drain = drain
+        self._watchers: set[_Watcher] = set()
+        self._cached: dict[bytes, None] = {}
+        self._load: inference_pb2.WorkerLoad | None = None
+        self._draining = False
+
+    def publish_load(self, load: inference_pb2.WorkerLoad) -> None:
+        """Call as often as the load changes; watchers get the newest at most every 20 ms."""
+        self._load = load
+        for watcher in self._watchers:
+            watcher.load = load
+            watcher.ready.set()
+
+    def publish_cache(self, stored: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        for page_hash in removed:
+            self._cached.pop(page_hash, None)
+        self._cached.update(dict.fromkeys(stored))
+        for event in _cache_events(stored, removed):
+            self._publish(worker_pb2.WatchResponse(cache=event))
+
+    def publish_draining(self) -> None:
+        if not self._draining:
+            self._draining = True
+            self._publish(worker_pb2.WatchResponse(draining=worker_pb2.Draining()))
+
+    async def Watch(self, request: worker_pb2.WatchRequest, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        watcher = _Watcher()
+        for event in self._first_events():
+            watcher.put(event)
+        self._watchers.add(watcher)
+        sequence = 0
+        try:
+            async for event in self._events(watcher):
+                sequence += 1
+                yield worker_pb2.WatchResponse(
+                    incarnation=self._incarnation,
+                    sequence=sequence,
+                    **{str(event.WhichOneof("event")): getattr(event, str(event.WhichOneof("event")))},
+                )
+        finally:
+            self._watchers.discard(watcher)
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
+        grace_s = request.grace_ms / 1000 if request.HasField("grace_ms") else None
+        return worker_pb2.DrainResponse(aborted=await self._drain(grace_s))
+
+    def _publish(self, event: worker_pb2.WatchResponse) -> None:
+        for watcher in self._watchers:
+            watcher.put(event)
+
+    def _first_events(self) -> list[worker_pb2.WatchResponse]:
+        hashes = list(self._cached)
+        snapshot = worker_pb2.Snapshot()
+        snapshot.CopyFrom(self._snapshot())
+        snapshot.draining = snapshot.draining or self._draining
+        snapshot.cached_hashes = b"".join(hashes[:MAX_HASHES_PER_MESSAGE])
+        rest = _cache_events(hashes[MAX_HASHES_PER_MESSAGE:], ())
+        return [
+            worker_pb2.WatchResponse(snapshot=snapshot),
+            *(worker_pb2.WatchResponse(cache=event) for event in rest),
+        ]
+
+    async def _events(self, watcher: _Watcher) -> AsyncIterator[worker_pb2.WatchResponse]:
+        loop = asyncio.get_running_loop()
+        load_sent = loop.time()
+        while True:
+            while watcher.events and not watcher.overflown:
+                yield watcher.events.popleft()
+            if watcher.overflown:
+                raise ResourceExhaustedError(
+                    f"watcher has more than {MAX_QUEUED_EVENTS} events to read: watch again", reason="WATCH_OVERFLOW"
+                )
+            since = loop.time() - load_sent
+            load = self._load if since >= HEARTBEAT_S else watcher.load if since >= MIN_LOAD_INTERVAL_S else None
+            if load is not None:
+                watcher.load, load_sent = None, loop.time()
+                yield worker_pb2.WatchResponse(load=load)
+                continue
+            await _wait(watcher.ready, (MIN_LOAD_INTERVAL_S if watcher.load else HEARTBEAT_S) - since)
+
+
+async def _wait(ready: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(max(seconds, 0)):
+            await ready.wait()
+    except TimeoutError:
+        return
+    finally:
+        ready.clear()
+
+
+def _cache_events(stored: Sequence[bytes], removed: Sequence[bytes]) -> Iterable[worker_pb2.CacheEvents]:
+    size = MAX_HASHES_PER_MESSAGE
+    for start in range(0, len(removed), size):
+        yield worker_pb2.CacheEvents(removed=b"".join(removed[start : start + size]))
+    for start in range(0, len(stored), size):
+        yield worker_pb2.CacheEvents(stored=b"".join(stored[start : start + size]))
