@@ -1,0 +1,187 @@
+"""Tokenizers of both forms that a model comes in, and their chat templates."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tiny_model import BOS_ID, EOS_ID
+from tokenizers import Tokenizer as Encoder, pre_tokenizers
+
+from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
+from pageferry.core.model_files import resolve_model
+from pageferry.router.chat_template import ChatTemplate
+from pageferry.router.gguf_tokenizer import GgufVocabulary
+from pageferry.router.tokenizer import Tokenizer, load_tokenizer
+
+USER = [{"role": "user", "content": "Hi"}]
+SAMPLES = ["in 2024 and  12", "it's\n\n  x", "don’t ÄÖ 北京 12345 !!\r\n", "a\tb  ", "I'LL we'Re 1½"]
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Tokenizer:
+    return load_tokenizer(resolve_model("smollm2"))
+
+
+def byte_level_metadata(**changes: object) -> Mapping[str, object]:
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*characters, "12", "123", "<|begin|>", "<|user|>"]
+    fields = {
+        "model": "gpt2",
+        "tokens": tokens,
+        "merges": ["1 2", "12 3"],
+        "token_type": [1] * (len(tokens) - 2) + [3, 4],
+        "bos_token_id": len(tokens) - 2,
+        **changes,
+    }
+    return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+def test_packaged_model_splits_digits_one_by_one(smollm2: Tokenizer) -> None:
+    assert [smollm2.piece(id_) for id_ in smollm2.encode("in 2024 and  12")] == [
+        "in", " ", "2", "0", "2", "4", " and", "  ", "1", "2",
+    ]  # fmt: skip
+    assert smollm2.encode("Hi") == [26843]
+    assert smollm2.eos_ids == (2,)
+
+
+def test_packaged_model_adds_no_bos_as_its_file_says(smollm2: Tokenizer) -> None:
+    assert smollm2.encode("<|im_start|>user\n") == [1, 4093, 198]
+
+
+def test_equal_beginnings_share_only_equal_ids(smollm2: Tokenizer) -> None:
+    hi, space, newline = (smollm2.encode(text) for text in ("Hi", "Hi ", "Hi\n"))
+    assert space[: len(hi)] == hi == newline[: len(hi)]
+    assert space != newline
+    two_tokens = [198, 198]  # as a model may generate them
+    assert smollm2.decode(two_tokens) == "\n\n"
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_text_comes_back(smollm2: Tokenizer, text: str) -> None:
+    assert smollm2.decode(smollm2.encode(text)) == text
+
+
+def test_packaged_chat_template(smollm2: Tokenizer) -> None:
+    assert smollm2.apply_chat_template(USER).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("gpt-2", "a 123", ["a", " ", "123"]),
+        ("smollm", "a 123", ["a", " ", "1", "2", "3"]),
+        ("llama-bpe", "1234", ["123", "4"]),
+        ("qwen2", "1234", ["1", "2", "3", "4"]),
+    ],
+)
+def test_pre_decides_how_digits_are_split(pre: str, text: str, pieces: list[str]) -> None:
+    encoder = GgufVocabulary(byte_level_metadata(pre=pre)).build()
+    assert [encoder.decode([id_]) for id_ in encoder.encode(text).ids] == pieces
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "llama"}, "tokenizer.ggml.model is 'llama', only gpt2"),
+        ({"pre": "foo"}, "tokenizer.ggml.pre is 'foo', supported are default, gpt-2, smollm"),
+        ({"tokens": []}, "tokenizer.ggml.tokens is 'list', must be a list of texts"),
+        ({"bos_token_id": 1000}, "bos_token_id is 1000, must be from 0 to 259"),
+    ],
+)
+def test_an_unknown_vocabulary_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        GgufVocabulary(byte_level_metadata(**changes)).token_of("bos")
+
+
+def test_bos_is_added_where_the_file_or_its_kind_says_so() -> None:
+    assert not GgufVocabulary(byte_level_metadata(pre="smollm")).adds_bos
+    assert GgufVocabulary(byte_level_metadata(pre="llama-bpe")).adds_bos
+    assert not GgufVocabulary(byte_level_metadata(pre="llama-bpe", add_bos_token=False)).adds_bos
+    vocabulary = GgufVocabulary(byte_level_metadata(add_bos_token=True))
+    tokenizer = Tokenizer(vocabulary.build(), template=ChatTemplate(None, {}), eos_ids=(), bos_id=258)
+    assert tokenizer.encode("a")[0] == 258
+    assert tokenizer.encode("<|begin|>a", add_special=False).count(258) == 1
+
+
+def test_only_control_tokens_are_special() -> None:
+    vocabulary = GgufVocabulary(byte_level_metadata())
+    tokenizer = Tokenizer(vocabulary.build(), template=ChatTemplate(None, {}), eos_ids=(), bos_id=None)
+    assert tokenizer.decode(tokenizer.encode("<|begin|>a<|user|>")) == "a<|user|>"
+
+
+@pytest.mark.parametrize("text", SAMPLES)
+def test_directory_equals_the_library(tiny_model: Path, text: str) -> None:
+    tokenizer = load_tokenizer(resolve_model(str(tiny_model)))
+    library = Encoder.from_file(str(tiny_model / "tokenizer.json"))
+    assert tokenizer.encode(text) == library.encode(text).ids
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert (tokenizer.eos_ids, tokenizer.vocab_size) == ((EOS_ID,), 320)
+
+
+def test_a_directory_equals_transformers(tiny_model: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    ours = load_tokenizer(resolve_model(str(tiny_model)))
+    messages = [{"role": "system", "content": "Be brief."}, *USER]
+    assert ours.apply_chat_template(messages) == theirs.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    for text in SAMPLES:
+        assert ours.encode(text) == theirs.encode(text)
+
+
+@pytest.fixture
+def copied(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def test_template_from_a_file_of_its_own_and_from_a_list(copied: Path) -> None:
+    config = copied / "tokenizer_config.json"
+    templates = [
+        {"name": "tools", "template": "no"},
+        {"name": "default", "template": "{{ bos_token }}{{ messages|length }}"},
+    ]
+    config.write_text(json.dumps({"bos_token": {"content": "<b>"}, "chat_template": templates}), encoding="utf-8")
+    assert load_tokenizer(resolve_model(str(copied))).apply_chat_template(USER) == "<b>1"
+    (copied / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert load_tokenizer(resolve_model(str(copied))).apply_chat_template(USER) == "file"
+
+
+def test_a_directory_without_a_tokenizer_is_refused(copied: Path) -> None:
+    (copied / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match=r"tokenizer\.json can't be read"):
+        load_tokenizer(resolve_model(str(copied)))
+    (copied / "tokenizer.json").unlink()
+    with pytest.raises(InvalidArgumentError, match=r"has no tokenizer\.json"):
+        load_tokenizer(resolve_model(str(copied)))
+
+
+def test_without_a_template_each_chat_says_how_to_set_one() -> None:
+    with pytest.raises(FailedPreconditionError, match=r"no chat template; put a chat template into tokenizer_config"):
+        ChatTemplate(None, {}).render(USER)
+
+
+def test_a_broken_template_fails_chats_only() -> None:
+    template = ChatTemplate("\n{% for %}", {})
+    assert "error in line 2" in template.problem
+    with pytest.raises(FailedPreconditionError, match="error in line 2"):
+        template.render(USER)
+
+
+def test_a_template_may_refuse_a_chat() -> None:
+    with pytest.raises(InvalidArgumentError, match="no system role"):
+        ChatTemplate("{{ raise_exception('no system role') }}", {}).render(USER)
+
+
+def test_a_template_that_fails_does_not_show_the_chat() -> None:
+    with pytest.raises(FailedPreconditionError, match="TypeError") as caught:
+        ChatTemplate("{{ messages[0]['content'] + 1 }}", {}).render([{"role": "user", "content": "secret"}])
+    assert "secret" not in caught.value.message
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    with pytest.raises(InvalidArgumentError):
+        ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}", {}).render(USER)
+    assert ChatTemplate("{{ strftime_now('%Y')|length }}{{ 'ä'|tojson }}", {}).render(USER) == '4"ä"'
