@@ -40,7 +40,7 @@ async def test_most_of_a_long_transfer_is_hidden_behind_prefill(real: Cluster) -
     assert len(chunks) >= 1500 / 256
     assert answer.finished.pages.shipped == 94
     assert answer.finished.pages.hidden >= 0.7
-    hidden = one(spans, "kv.push", "CLIENT").attributes["pageferry.hidden"]
+    hidden = one(spans, "kv.push", "CLIENT").attributes["pageferry.handoff.hidden"]
     assert hidden == pytest.approx(answer.finished.pages.hidden, abs=0.01)
 
 

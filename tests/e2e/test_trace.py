@@ -54,9 +54,9 @@ async def test_the_push_reports_bytes_pages_and_what_was_hidden(split: Cluster) 
     pages = answer.finished.pages
     for kind in ("CLIENT", "SERVER"):
         attributes = one(spans, "kv.push", kind).attributes
-        assert attributes["pageferry.pages"] == pages.shipped
-        assert attributes["pageferry.bytes"] == pages.bytes
-    hidden = one(spans, "kv.push", "CLIENT").attributes["pageferry.hidden"]
+        assert attributes["pageferry.handoff.pages"] == pages.shipped
+        assert attributes["pageferry.handoff.bytes"] == pages.bytes
+    hidden = one(spans, "kv.push", "CLIENT").attributes["pageferry.handoff.hidden"]
     assert isinstance(hidden, float)
     assert 0 <= hidden <= 1
 
