@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Protocol
 
-from pageferry.core.errors import FailedPreconditionError
+from pageferry.core.errors import FailedPreconditionError, invalid
 from pageferry.core.pool import PageId
 
 PROTOCOL_VERSION = 1
@@ -49,6 +49,17 @@ class PageLayout:
     head_dim: int
     version: int = PROTOCOL_VERSION
 
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise invalid(name, getattr(self, name), "must be at least 1")
+        layer_bytes = self.payload_layer_bytes + self.scale_layer_bytes
+        if layer_bytes > MAX_FRAME_BYTES:
+            limit = (
+                f"but one layer of a page is then {layer_bytes} bytes, and a frame carries at most {MAX_FRAME_BYTES}"
+            )
+            raise invalid("page_size", self.page_size, limit)
+
     @property
     def payload_layer_bytes(self) -> int:
         return 2 * self.num_kv_heads * self.page_size * self.head_dim * self.format.element_bytes
@@ -69,7 +80,7 @@ class PageLayout:
     @property
     def layers_per_frame(self) -> int:
         """Most layers whose payload and scales fit into one frame."""
-        return max(1, min(self.num_layers, MAX_FRAME_BYTES // (self.payload_layer_bytes + self.scale_layer_bytes)))
+        return min(self.num_layers, MAX_FRAME_BYTES // (self.payload_layer_bytes + self.scale_layer_bytes))
 
     def ranges(self, first_layer: int, num_layers: int) -> tuple[tuple[int, int], ...]:
         """(offset, length) in the page of a layer range's payload, then of its scales."""
