@@ -3,9 +3,9 @@
 import grpc
 from opentelemetry.trace import Tracer
 
-from pageferry.runtime.interceptors import client_interceptors
+from pageferry.runtime.client_interceptors import client_interceptors
 
-# Both ends ping a silent connection this often, and servers tolerate pings three times as often: a server that tolerated
+# Both ends ping a silent connection this often, and servers tolerate pings three times as often: one that tolerated
 # fewer would close connections with too_many_pings.
 KEEPALIVE_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000

@@ -4,6 +4,7 @@ import asyncio
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,17 +12,16 @@ from typing import Any, Generic, Protocol, TypeVar
 from pageferry.core.errors import UnavailableError
 
 E = TypeVar("E")
-E_co = TypeVar("E_co", covariant=True)
 T = TypeVar("T")
 
 # The event loop gets the interpreter back this soon while a step runs Python code.
 SWITCH_INTERVAL_S = 0.0005
 
 
-class Stepper(Protocol[E_co]):
+class Stepper(Protocol[E]):
     """What the thread drives; all its methods run on the thread."""
 
-    def step(self, now: float) -> list[E_co]:
+    def step(self, now: float) -> list[E]:
         """Do one step of work, where there is any, and return what the event loop must do."""
         ...
 
@@ -37,7 +37,7 @@ class _Command:
 
 
 class EngineThread(Generic[E]):
-    """Runs a Stepper. Commands run in the order given, before the next step; `deliver` gets a step's events on the loop.
+    """Runs a Stepper: commands in the order given, then a step, whose events `deliver` gets on the event loop.
 
     Events of a step are delivered before the results of commands that ran after it, and after those of commands that
     ran before it. If a step or a posted command raises, `failed` gets the exception and the thread ends: the state that
@@ -58,7 +58,7 @@ class EngineThread(Generic[E]):
         self._deliver = deliver
         self._clock = clock
         self._wake = threading.Condition()  # guards the three below
-        self._commands: list[_Command] = []
+        self._commands: deque[_Command] = deque()
         self._stopping = False
         self._closed = False
         self._waiting = True
@@ -101,7 +101,7 @@ class EngineThread(Generic[E]):
     def _put(self, command: _Command) -> None:
         with self._wake:
             if self._closed or self._stopping:
-                raise UnavailableError("the engine has stopped", reason="ENGINE_STOPPED")
+                raise _stopped()
             self._commands.append(command)
             self._wake.notify()
 
@@ -112,15 +112,15 @@ class EngineThread(Generic[E]):
                 events = self._stepper.step(self._clock())
                 self._progress = self._clock()
                 if events:
-                    self._loop.call_soon_threadsafe(self._deliver, events)
+                    self._deliver_soon(events)
                 self._wait(self._stepper.next_wakeup(self._clock()))
         except BaseException as error:
             failure = error
         with self._wake:
             self._closed = True
-            left, self._commands = self._commands, []
-        stopped = UnavailableError("the engine has stopped", reason="ENGINE_STOPPED")
-        self._to_loop(lambda: self._end(failure, [(command, None, stopped) for command in left]))
+        left = [command.result for command in self._commands if command.result is not None]
+        answers: list[_Answer] = [(result, None, _stopped()) for result in left]
+        self._to_loop(lambda: self._end(failure, answers))
 
     def _wait(self, seconds: float | None) -> None:
         with self._wake:
@@ -134,25 +134,28 @@ class EngineThread(Generic[E]):
     def _run_commands(self) -> bool:
         """False: the thread shall end."""
         with self._wake:
-            commands, self._commands = self._commands, []
+            num_commands = len(self._commands)
             stopping = self._stopping
-        done: list[tuple[_Command, object, Exception | None]] = []
+        answers: list[_Answer] = []
         try:
-            for command in commands:
-                done.append(self._run(command))
+            for _ in range(num_commands):
+                self._run(self._commands.popleft(), answers)
         finally:
-            if any(command.result for command, _, _ in done):
-                self._to_loop(lambda: _settle(done))
+            if answers:
+                self._to_loop(lambda: _settle(answers))
         return not stopping
 
-    def _run(self, command: _Command) -> tuple[_Command, object, Exception | None]:
+    def _run(self, command: _Command, answers: "list[_Answer]") -> None:
         if command.result is None:
             command.run()
-            return command, None, None
+            return
         try:
-            return command, command.run(), None
+            answers.append((command.result, command.run(), None))
         except Exception as error:
-            return command, None, error
+            answers.append((command.result, None, error))
+
+    def _deliver_soon(self, events: list[E]) -> None:
+        self._to_loop(lambda: self._deliver(events))
 
     def _to_loop(self, callback: Callable[[], None]) -> None:
         try:
@@ -160,18 +163,25 @@ class EngineThread(Generic[E]):
         except RuntimeError:  # the loop is closed: nobody waits any more
             return
 
-    def _end(self, failure: BaseException | None, left: "list[tuple[_Command, object, Exception | None]]") -> None:
-        _settle(left)
-        if failure is not None and not self.failed.done():
+    def _end(self, failure: BaseException | None, answers: "list[_Answer]") -> None:
+        _settle(answers)
+        if failure is not None:
             self.failed.set_result(failure)
         self._ended.set()
 
 
-def _settle(done: list[tuple[_Command, object, Exception | None]]) -> None:
-    for command, value, error in done:
-        if command.result is None or command.result.done():
+_Answer = tuple["asyncio.Future[Any]", object, Exception | None]
+
+
+def _settle(answers: list[_Answer]) -> None:
+    for result, value, error in answers:
+        if result.done():  # the caller has gone
             continue
         if error is not None:
-            command.result.set_exception(error)
+            result.set_exception(error)
         else:
-            command.result.set_result(value)
+            result.set_result(value)
+
+
+def _stopped() -> UnavailableError:
+    return UnavailableError("the engine has stopped", reason="ENGINE_STOPPED")

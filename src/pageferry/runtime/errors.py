@@ -6,9 +6,9 @@ import grpc
 from google.protobuf.any_pb2 import Any as PackedMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
-from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
-from google.rpc.status_pb2 import Status
-from grpc_status import rpc_status
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo  # type: ignore[import-untyped]
+from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 from pageferry.core import errors
 

@@ -24,25 +24,26 @@ class Metrics:
     """All metrics of one process, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        at = {"registry": self.registry}
-        self._requests = Counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",), **at)
-        self._tokens = Counter("pageferry_tokens", "Tokens: prompt, cached or generated.", ("kind",), **at)
-        self._pages = Gauge("pageferry_pages", "Pages of the pool, by state.", ("state",), **at)
-        self._sequences = Gauge("pageferry_sequences", "Sequences, waiting or running.", ("state",), **at)
-        self._preemptions = Counter("pageferry_preemptions", "Sequences preempted.", **at)
-        self._handoff_bytes = Counter("pageferry_handoff_bytes", "Bytes of pages handed over.", **at)
-        self._handoff_pages = Counter("pageferry_handoff_pages", "Pages handed over.", **at)
-        self._handoff_failures = Counter("pageferry_handoff_failures", "Hand-offs broken off.", **at)
+        self.registry = registry = CollectorRegistry()
+        self._requests = Counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",), registry=registry)
+        self._tokens = Counter("pageferry_tokens", "Tokens: prompt, cached or generated.", ("kind",), registry=registry)
+        self._pages = Gauge("pageferry_pages", "Pages of the pool, by state.", ("state",), registry=registry)
+        self._sequences = Gauge("pageferry_sequences", "Sequences, waiting or running.", ("state",), registry=registry)
+        self._preemptions = Counter("pageferry_preemptions", "Sequences preempted.", registry=registry)
+        self._handoff_bytes = Counter("pageferry_handoff_bytes", "Bytes of pages handed over.", registry=registry)
+        self._handoff_pages = Counter("pageferry_handoff_pages", "Pages handed over.", registry=registry)
+        self._handoff_failures = Counter("pageferry_handoff_failures", "Hand-offs broken off.", registry=registry)
         self.ttft_s = Histogram(
-            "pageferry_time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS, **at
+            "pageferry_time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS, registry=registry
         )
         self.itl_s = Histogram(
-            "pageferry_inter_token_seconds", "Gap between tokens of a stream.", buckets=_STEP_SECONDS, **at
+            "pageferry_inter_token_seconds", "Gap between tokens of a stream.", buckets=_STEP_SECONDS, registry=registry
         )
-        self.request_s = Histogram("pageferry_request_seconds", "Arrival to last token.", buckets=_SECONDS, **at)
+        self.request_s = Histogram(
+            "pageferry_request_seconds", "Arrival to last token.", buckets=_SECONDS, registry=registry
+        )
         self.handoff_s = Histogram(
-            "pageferry_handoff_tail_seconds", "End of prefill to commit.", buckets=_STEP_SECONDS, **at
+            "pageferry_handoff_tail_seconds", "End of prefill to commit.", buckets=_STEP_SECONDS, registry=registry
         )
         self._num_preemptions = 0
 

@@ -35,9 +35,9 @@ def run_service(main: Main, *, name: str, arguments: list[str] | None = None) ->
         configure_logging(name, config.telemetry.log_level)
         return _run(main, config)
     except PageferryError as error:
-        print(f"error: {error.message}", file=sys.stderr)
+        sys.stderr.write(f"error: {error.message}\n")
     except Exception as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         log("crashed", level="debug", exc_info=True)
     return 1
 

@@ -23,10 +23,8 @@ from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
 from pageferry.runtime.errors import from_rpc_error
-from pageferry.runtime.interceptors import PUSH_METHOD, end_span, inject_context, rpc_attributes
+from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
 from pageferry.v1 import page_pb2, page_pb2_grpc
-
-PUSH_SPAN = "kv.push"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class PushClient:
                 open=page_pb2.Open(ticket=self._ticket, layout=layout_to_proto(self._parts.source.layout))
             )
         )
-        metadata = inject_context(trace.set_span_in_context(self._span))
+        metadata = tuple(inject_context(trace.set_span_in_context(self._span)).items())
         self._call = stub.Push(self._requests(), metadata=metadata)
         self._reader = asyncio.create_task(self._read(), name="push-reader")
         await self._until(lambda: self._sender.state is not SenderState.IDLE)
@@ -151,7 +149,7 @@ class PushClient:
         return self._sender.num_in_flight < self._parts.config.max_frames_in_flight
 
     async def _copy(self, page_index: int, page: PageId) -> list[page_pb2.PageFrame]:
-        """The page's frames, copied on the transfer thread; the page is released when that has ended, however it did."""
+        """The page's frames, copied on the transfer thread; the page is released once that is over, in any case."""
         loop = asyncio.get_running_loop()
         copying = self._parts.executor.submit(_frames, self._parts.source, page_index, page)
         copying.add_done_callback(lambda _: loop.call_soon_threadsafe(self._on_released, [page]))

@@ -51,7 +51,7 @@ class TicketDesk(Protocol):
     """Who knows the tickets: the decode service, on its engine's thread. All methods are called on the event loop."""
 
     async def open(self, ticket: bytes, layout: PageLayout) -> Grant:
-        """Open the ticket, and take a reference to each page of the grant. FailedPreconditionError where it can't be."""
+        """Open the ticket and take a reference to each page of the grant, or raise FailedPreconditionError."""
         ...
 
     def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:
@@ -78,7 +78,9 @@ class PageReceiver(page_pb2_grpc.PageServiceServicer):
         self._sink = sink
         self._executor = executor
 
-    async def Push(self, request_iterator: object, context: Any) -> None:
+    async def Push(  # type: ignore[override]  # noqa: N802 - a coroutine that reads and writes by itself
+        self, request_iterator: object, context: Any
+    ) -> None:
         request = await context.read()
         if request is grpc.aio.EOF or request.WhichOneof("message") != "open":
             raise InvalidArgumentError("the first message of a push must be Open", reason="NOT_OPENED")

@@ -71,7 +71,7 @@ def configure_tracing(
     local_exporter: SpanExporter | None = None,
     instance_id: str = "",
 ) -> Tracing:
-    """Export to OTEL_EXPORTER_OTLP_ENDPOINT, else to the configured endpoint, else to `local_exporter`, else nowhere."""
+    """Spans go to OTEL_EXPORTER_OTLP_ENDPOINT, else the configured endpoint, else `local_exporter`, else nowhere."""
     attributes: dict[str, AttributeValue] = {"service.name": service_name}
     attributes["service.instance.id"] = instance_id or os.urandom(8).hex()
     provider = TracerProvider(

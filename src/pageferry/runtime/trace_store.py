@@ -60,7 +60,7 @@ class TraceStore(SpanExporter):
         return num_rejected
 
     def find(self, name: str) -> str:
-        """Hex trace id of a hex trace id, a request id, or "" for the latest finished request. NotFoundError if none."""
+        """The hex trace id of a request id, of itself, or ("") of the latest finished request; else NotFoundError."""
         with self._lock:
             return self._find(name).hex()
 
@@ -115,7 +115,9 @@ class TraceReceiver(TraceServiceServicer):
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
-    async def Export(self, request: ExportTraceServiceRequest, context: object) -> ExportTraceServiceResponse:
+    async def Export(  # noqa: N802 - named by the contract
+        self, request: ExportTraceServiceRequest, context: object
+    ) -> ExportTraceServiceResponse:
         if request.ByteSize() > MAX_EXPORT_BYTES:
             raise ResourceExhaustedError(f"export is {request.ByteSize()} bytes, the limit is {MAX_EXPORT_BYTES}")
         response = ExportTraceServiceResponse()

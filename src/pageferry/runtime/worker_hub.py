@@ -72,7 +72,9 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
             self._draining = True
             self._publish(worker_pb2.WatchResponse(draining=worker_pb2.Draining()))
 
-    async def Watch(self, request: worker_pb2.WatchRequest, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+    async def Watch(  # noqa: N802 - named by the contract
+        self, request: worker_pb2.WatchRequest, context: Any
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
         watcher = _Watcher()
         for event in self._first_events():
             watcher.put(event)
@@ -89,7 +91,9 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._watchers.discard(watcher)
 
-    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
+    async def Drain(  # noqa: N802 - named by the contract
+        self, request: worker_pb2.DrainRequest, context: Any
+    ) -> worker_pb2.DrainResponse:
         grace_s = request.grace_ms / 1000 if request.HasField("grace_ms") else None
         return worker_pb2.DrainResponse(aborted=await self._drain(grace_s))
 
