@@ -1,0 +1,175 @@
+"""The asyncio client."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from pageferry.client.request import Message, Options, Prompt, generate_request, tokenize_request
+from pageferry.client.result import Collector, Delta, Result
+from pageferry.core.errors import PageferryError
+from pageferry.runtime.channels import open_channel
+from pageferry.runtime.errors import from_rpc_error
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
+
+if TYPE_CHECKING:  # a type of the stubs only
+    from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+_Reply = TypeVar("_Reply")
+
+
+class Generation:
+    """One running generation: iterate over its deltas, or await `result()`.
+
+    The work starts at once and stops everywhere when it is no longer wanted: on `break`, `aclose`, `cancel`, the end of
+    an `async with`, cancellation of the task that iterates, and when this object is dropped.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._collector = Collector()
+        self._over = False
+        self._cancelled = False
+
+    @property
+    def request_id(self) -> str:
+        """Empty until the router has accepted the request."""
+        return self._collector.started.request_id
+
+    @property
+    def trace_id(self) -> str:
+        """Hex id of the request's trace; empty until the router has accepted the request."""
+        return self._collector.started.trace_id
+
+    @property
+    def text(self) -> str:
+        """What has been read so far."""
+        return self._collector.text
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """The deltas that have not been read yet; one reader at a time. Raises PageferryError."""
+        return self._deltas()
+
+    async def result(self) -> Result:
+        """Read what is left, and give the whole. Raises PageferryError; CancelledError after a cancel."""
+        async for _ in self:
+            pass
+        return self._collector.result()
+
+    def cancel(self) -> None:
+        """Stop the work; does nothing once it is over."""
+        self._cancelled = True
+        self._call.cancel()
+
+    async def aclose(self) -> None:
+        """Stop the work and wait until the call has ended on this side."""
+        self.cancel()
+        await self._call.code()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._call.cancel()
+
+    async def _deltas(self) -> AsyncGenerator[Delta, None]:
+        if self._over:
+            return
+        error: PageferryError | None = None
+        try:
+            async for response in self._call:
+                if (delta := self._collector.take(response)) is not None:
+                    yield delta
+        except grpc.aio.AioRpcError as raised:
+            error = from_rpc_error(raised)
+        except asyncio.CancelledError:
+            if not self._cancelled:
+                raise
+        except GeneratorExit:
+            self._cancelled = True
+            raise
+        finally:
+            self._call.cancel()
+            self._over = True
+            told = self._collector.end(error, cancelled=self._cancelled)
+        if told is not None:
+            raise told
+
+
+class Client:
+    """Calls a router. Use it as `async with Client("127.0.0.1:50051") as client`.
+
+    The current OpenTelemetry span, if there is one, becomes the parent of the request's trace.
+    """
+
+    def __init__(self, address: str = "127.0.0.1:50051") -> None:
+        self.address = address
+        self._channel: grpc.aio.Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        self._channel = open_channel(self.address, trace.get_tracer("pageferry.client"))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection, and with it whatever still runs."""
+        if self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Generation:
+        """Start to generate from a text, a list of token ids, or a list of {"role": …, "content": …}.
+
+        A text is continued as it is; a conversation is put into the model's chat template. Raises
+        InvalidArgumentError for an option of a wrong type; all else is raised where the generation is read.
+        """
+        request = generate_request(prompt, options)
+        return Generation(self._stub.Generate(request, timeout=options.get("timeout_s")))
+
+    async def tokenize(self, text: str | Sequence[Message], *, model: str = "") -> pb.TokenizeResponse:
+        """Token ids, and the text of each, of a text or of a conversation in the model's chat template."""
+        return await _reply(self._stub.Tokenize(tokenize_request(text, model)))
+
+    async def models(self) -> list[pb.Model]:
+        """The models served."""
+        return list((await _reply(self._stub.ListModels(pb.ListModelsRequest()))).models)
+
+    async def status(self) -> pb.GetStatusResponse:
+        """Every worker as the router sees it, and the router's queue."""
+        return await _reply(self._stub.GetStatus(pb.GetStatusRequest()))
+
+    async def trace(self, trace_id: str = "") -> TracesData:
+        """A recent trace by its hex id or its request's id; the latest finished one where there is none.
+
+        The router keeps traces only where no collector is configured. Workers' spans come up to a second late.
+        """
+        response = await _reply(self._stub.GetTrace(pb.GetTraceRequest(id=trace_id)))
+        return TracesData.FromString(response.traces_data)
+
+    @property
+    def _stub(self) -> "InferenceServiceAsyncStub":
+        if self._channel is None:
+            raise RuntimeError("the client is not open; use it as `async with Client(…) as client`")
+        return InferenceServiceStub(self._channel)
+
+
+async def _reply(call: Awaitable[_Reply]) -> _Reply:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from None

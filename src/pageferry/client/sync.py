@@ -1,0 +1,159 @@
+"""The client without asyncio: the same calls, blocking."""
+
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack, cast
+
+import grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from pageferry.client.request import Message, Options, Prompt, generate_request, tokenize_request
+from pageferry.client.result import Collector, Delta, Result
+from pageferry.core.errors import PageferryError
+from pageferry.runtime.channels import KEEPALIVE_OPTIONS
+from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.rpc_spans import inject_context
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
+
+_Reply = TypeVar("_Reply")
+
+
+class SyncGeneration:
+    """One running generation: iterate over its deltas, or call `result()`.
+
+    The work starts at once and stops everywhere on `break`, `close`, the end of a `with`, or when this object is
+    dropped. `cancel` may be called from any thread.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._collector = Collector()
+        self._over = False
+        self._cancelled = False
+
+    @property
+    def request_id(self) -> str:
+        """Empty until the router has accepted the request."""
+        return self._collector.started.request_id
+
+    @property
+    def trace_id(self) -> str:
+        """Hex id of the request's trace; empty until the router has accepted the request."""
+        return self._collector.started.trace_id
+
+    @property
+    def text(self) -> str:
+        """What has been read so far."""
+        return self._collector.text
+
+    def __iter__(self) -> Iterator[Delta]:
+        """The deltas that have not been read yet. Raises PageferryError."""
+        if self._over:
+            return
+        error: PageferryError | None = None
+        try:
+            for response in self._call:
+                if (delta := self._collector.take(response)) is not None:
+                    yield delta
+        except grpc.RpcError as raised:
+            error = _error(raised)
+        except GeneratorExit:
+            self._cancelled = True
+            raise
+        finally:
+            self._call.cancel()
+            self._over = True
+            told = self._collector.end(error, cancelled=self._cancelled)
+        if told is not None:
+            raise told
+
+    def result(self) -> Result:
+        """Read what is left, and give the whole. Raises PageferryError; CancelledError after a cancel."""
+        for _ in self:
+            pass
+        return self._collector.result()
+
+    def cancel(self) -> None:
+        """Stop the work; does nothing once it is over."""
+        self._cancelled = True
+        self._call.cancel()
+
+    close = cancel
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self._call.cancel()
+
+
+class SyncClient:
+    """Calls a router, blocking; any thread may use it. Close it, or use it as `with SyncClient(…) as client`.
+
+    The current OpenTelemetry span, if there is one, becomes the parent of the request's trace.
+    """
+
+    def __init__(self, address: str = "127.0.0.1:50051") -> None:
+        self.address = address
+        options = (*KEEPALIVE_OPTIONS, ("grpc.enable_http_proxy", 0))
+        self._channel = grpc.insecure_channel(address, options=options)
+        self._stub = InferenceServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the connection, and with it whatever still runs."""
+        self._channel.close()
+
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> SyncGeneration:
+        """Start to generate from a text, a list of token ids, or a list of {"role": …, "content": …}.
+
+        A text is continued as it is; a conversation is put into the model's chat template. Raises
+        InvalidArgumentError for an option of a wrong type; all else is raised where the generation is read.
+        """
+        request = generate_request(prompt, options)
+        metadata = tuple(inject_context().items())
+        return SyncGeneration(self._stub.Generate(request, timeout=options.get("timeout_s"), metadata=metadata))
+
+    def tokenize(self, text: str | Sequence[Message], *, model: str = "") -> pb.TokenizeResponse:
+        """Token ids, and the text of each, of a text or of a conversation in the model's chat template."""
+        return _reply(self._stub.Tokenize, tokenize_request(text, model))
+
+    def models(self) -> list[pb.Model]:
+        """The models served."""
+        return list(_reply(self._stub.ListModels, pb.ListModelsRequest()).models)
+
+    def status(self) -> pb.GetStatusResponse:
+        """Every worker as the router sees it, and the router's queue."""
+        return _reply(self._stub.GetStatus, pb.GetStatusRequest())
+
+    def trace(self, trace_id: str = "") -> TracesData:
+        """A recent trace by its hex id or its request's id; the latest finished one where there is none.
+
+        The router keeps traces only where no collector is configured. Workers' spans come up to a second late.
+        """
+        return TracesData.FromString(_reply(self._stub.GetTrace, pb.GetTraceRequest(id=trace_id)).traces_data)
+
+
+def _reply(method: Callable[..., _Reply], request: object) -> _Reply:
+    try:
+        return method(request)
+    except grpc.RpcError as error:
+        raise _error(error) from None
+
+
+def _error(error: grpc.RpcError) -> PageferryError:
+    # Blocking calls raise another class with the same methods.
+    return from_rpc_error(cast(grpc.aio.AioRpcError, error))

@@ -1,0 +1,272 @@
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import fake_frontend as fake
+import grpc
+import pytest
+from fake_frontend import FakeFrontend
+from opentelemetry import trace
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, TracesData
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+from pageferry.client import Client, PageferryError, Result, SyncClient
+from pageferry.core.errors import (
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    UnavailableError,
+    invalid,
+)
+from pageferry.runtime.errors import abort
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+
+
+class FakeInference(InferenceServiceServicer):
+    def __init__(self, frontend: FakeFrontend) -> None:
+        self.frontend = frontend
+        self.metadata: dict[str, str | bytes] = {}
+
+    async def Generate(self, request, context):  # noqa: N802
+        self.metadata = dict(context.invocation_metadata())
+        try:
+            async for event in self.frontend.generate(request, deadline=None, parent=None):
+                yield event
+        except PageferryError as error:
+            await abort(context, error)
+
+    async def Tokenize(self, request, context):  # noqa: N802
+        text = request.text or "".join(message.content for message in request.chat.messages)
+        return pb.TokenizeResponse(ids=[1] * len(text), pieces=list(text))
+
+    async def ListModels(self, request, context):  # noqa: N802
+        return self.frontend.list_models()
+
+    async def GetStatus(self, request, context):  # noqa: N802
+        return pb.GetStatusResponse(queued=3)
+
+    async def GetTrace(self, request, context):  # noqa: N802
+        if request.id == "unknown":
+            await abort(context, NotFoundError("trace unknown is not kept"))
+        data = TracesData(resource_spans=[ResourceSpans(schema_url=request.id)])
+        return pb.GetTraceResponse(trace_id=fake.TRACE_ID, traces_data=data.SerializeToString())
+
+
+@asynccontextmanager
+async def serving(*script: fake.Step) -> AsyncIterator[tuple[Client, FakeInference]]:
+    service = FakeInference(FakeFrontend(script or fake.HELLO))
+    server = grpc.aio.server()
+    add_InferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with Client(f"127.0.0.1:{port}") as client:
+            yield client, service
+    finally:
+        await server.stop(None)
+
+
+def check_hello(result: Result) -> None:
+    assert (result.text, result.token_ids, result.finish_reason) == ("Hello", (10, 11), "stop")
+    assert (result.request_id, result.trace_id, result.model) == ("r-1", fake.TRACE_ID, "tiny")
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens, result.usage.cached_tokens) == (5, 2, 4)
+    assert result.timings_ms["transfer_tail"] == 3
+    assert (result.pages.format, result.pages.shipped, result.pages.hidden) == ("int8", 3, 0.75)
+
+
+async def test_deltas_then_the_result() -> None:
+    async with serving() as (client, service):
+        generation = client.generate("Say hello", max_tokens=8, stop="!", seed=7, timeout_s=5)
+        assert [delta.text async for delta in generation] == ["Hel", "lo"]
+        check_hello(await generation.result())
+        assert [delta async for delta in generation] == []
+        request = service.frontend.requests[0]
+        assert (request.prompt, request.stop.max_tokens, list(request.stop_strings)) == ("Say hello", 8, ["!"])
+        assert request.sampling.seed == 7 and not request.sampling.HasField("temperature")
+
+
+async def test_the_result_alone() -> None:
+    async with serving() as (client, _):
+        check_hello(await client.generate([1, 2, 3]).result())
+
+
+async def test_forms_of_a_prompt() -> None:
+    async with serving() as (client, service):
+        await client.generate([1, 2]).result()
+        await client.generate([{"role": "user", "content": "hi"}]).result()
+        await client.generate([]).result()
+    ids, chat, empty = service.frontend.requests
+    assert list(ids.token_ids.ids) == [1, 2]
+    assert [(message.role, message.content) for message in chat.chat.messages] == [("user", "hi")]
+    assert empty.WhichOneof("input") == "token_ids"
+
+
+async def test_logprobs() -> None:
+    scripted = fake.token(0, 10, -0.5, [(10, -0.5), (12, -2.0)])
+    async with serving(fake.started(), fake.delta("x", scripted), fake.finished()) as (client, _):
+        (token,) = (await client.generate("a", logprobs=2).result()).tokens
+    assert (token.logprob, token.top) == (-0.5, ((10, -0.5), (12, -2.0)))
+
+
+@pytest.mark.parametrize("way", ["break", "aclose", "with", "cancel", "drop", "task"])
+async def test_whoever_stops_reading_cancels(way: str) -> None:
+    async with serving(*fake.HELLO[:2], asyncio.Event()) as (client, service):
+        generation = client.generate("a")
+        if way == "break":
+            async for _ in generation:
+                break
+        elif way == "aclose":
+            await anext(aiter(generation))
+            await generation.aclose()
+        elif way == "with":
+            async with generation:
+                await anext(aiter(generation))
+        elif way == "cancel":
+            async for _ in generation:
+                generation.cancel()
+        elif way == "task":
+            reading = asyncio.create_task(generation.result())
+            await service.frontend.waiting.wait()
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+        else:
+            await service.frontend.called.wait()
+            del generation
+        await asyncio.wait_for(service.frontend.closed.wait(), 2)
+        if way in ("break", "with", "cancel"):
+            with pytest.raises(CancelledError):
+                await generation.result()
+            assert generation.text == "Hel" and generation.trace_id == fake.TRACE_ID
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        invalid("temperature", -1.0, "must be 0 or finite and positive"),
+        ResourceExhaustedError("queue is full", reason="QUEUE_FULL", retry_after_ms=1500),
+        UnavailableError("no worker", reason="NO_WORKER", retry_after_ms=10),
+    ],
+)
+async def test_errors_come_back_as_they_were_raised(error: PageferryError) -> None:
+    async with serving(fake.started(), error) as (client, _):
+        generation = client.generate("a")
+        with pytest.raises(type(error)) as caught:
+            async for _ in generation:
+                pass
+        with pytest.raises(type(error)):
+            await generation.result()
+    raised = caught.value
+    assert (raised.message, raised.reason, raised.retry_after_ms) == (error.message, error.reason, error.retry_after_ms)
+    assert raised.violations == error.violations
+
+
+async def test_a_deadline() -> None:
+    async with serving(fake.started(), asyncio.Event()) as (client, service):
+        with pytest.raises(DeadlineExceededError):
+            await client.generate("a", timeout_s=0.05).result()
+        await asyncio.wait_for(service.frontend.closed.wait(), 2)
+
+
+async def test_a_stream_without_a_finish_is_an_error() -> None:
+    async with serving(*fake.HELLO[:2]) as (client, _):
+        with pytest.raises(InternalError, match="without a finish"):
+            await client.generate("a").result()
+
+
+async def test_nobody_listens() -> None:
+    async with Client("127.0.0.1:1") as client:
+        with pytest.raises(UnavailableError):
+            await client.generate("a").result()
+        with pytest.raises(UnavailableError):
+            await client.models()
+
+
+@pytest.mark.parametrize("option", [{"top_k": -1}, {"seed": 2**64}, {"temperature": "hot"}, {"stop": [1]}])
+async def test_a_value_that_its_field_cannot_hold_is_named(option: dict[str, object]) -> None:
+    async with Client() as client:
+        with pytest.raises(InvalidArgumentError) as caught:
+            client.generate("a", **option)  # type: ignore[arg-type]
+    assert caught.value.violations[0].field == next(iter(option))
+
+
+async def test_an_unknown_option_is_a_type_error() -> None:
+    async with Client() as client:
+        with pytest.raises(TypeError, match="'beams'"):
+            client.generate("a", beams=2)  # type: ignore[call-arg]
+        with pytest.raises(InvalidArgumentError, match=r"messages\[0\]"):
+            client.generate([{"role": "user", "text": "a"}])
+
+
+async def test_the_current_trace_goes_along() -> None:
+    parent = SpanContext(int(fake.TRACE_ID, 16), 0xB7AD6B7169203331, is_remote=False, trace_flags=TraceFlags(1))
+    async with serving() as (client, service):
+        with trace.use_span(NonRecordingSpan(parent)):
+            generation = client.generate("a")
+        await generation.result()
+        assert service.metadata["traceparent"] == f"00-{fake.TRACE_ID}-b7ad6b7169203331-01"
+        with trace.use_span(NonRecordingSpan(parent)), SyncClient(client.address) as blocking:
+            await asyncio.to_thread(lambda: blocking.generate("b").result())
+        assert str(service.metadata["traceparent"]).startswith(f"00-{fake.TRACE_ID}-")
+
+
+async def test_other_calls() -> None:
+    async with serving() as (client, _):
+        assert list((await client.tokenize("ab")).pieces) == ["a", "b"]
+        assert len((await client.tokenize([{"role": "user", "content": "abc"}])).ids) == 3
+        assert [model.name for model in await client.models()] == ["tiny"]
+        assert (await client.status()).queued == 3
+        assert (await client.trace("last-id")).resource_spans[0].schema_url == "last-id"
+        with pytest.raises(NotFoundError, match="not kept"):
+            await client.trace("unknown")
+    with pytest.raises(RuntimeError, match="async with"):
+        await client.models()
+
+
+async def test_the_blocking_client_does_the_same() -> None:
+    def talk(address: str) -> None:
+        with SyncClient(address) as client:
+            generation = client.generate("Say hello")
+            assert [delta.text for delta in generation] == ["Hel", "lo"]
+            check_hello(generation.result())
+            assert client.models()[0].name == "tiny"
+            assert client.status().queued == 3
+            assert list(client.tokenize("ab").ids) == [1, 1]
+            assert client.trace("x").resource_spans[0].schema_url == "x"
+            with pytest.raises(NotFoundError):
+                client.trace("unknown")
+
+    async with serving() as (client, _):
+        await asyncio.to_thread(talk, client.address)
+
+
+@pytest.mark.parametrize("way", ["break", "with", "cancel", "drop"])
+async def test_whoever_stops_reading_the_blocking_client_cancels(way: str) -> None:
+    def talk(address: str, frontend: FakeFrontend) -> None:
+        with SyncClient(address) as client:
+            generation = client.generate("a")
+            if way == "break":
+                for _ in generation:
+                    break
+            elif way == "with":
+                with generation:
+                    next(iter(generation))
+            elif way == "cancel":
+                for _ in generation:
+                    generation.cancel()
+            else:
+                asyncio.run_coroutine_threadsafe(frontend.called.wait(), loop).result(2)
+                del generation
+            if way != "drop":
+                with pytest.raises(CancelledError):
+                    generation.result()
+            closed = asyncio.run_coroutine_threadsafe(asyncio.wait_for(frontend.closed.wait(), 2), loop)
+            closed.result(3)
+
+    async with serving(*fake.HELLO[:2], asyncio.Event()) as (client, service):
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(talk, client.address, service.frontend)

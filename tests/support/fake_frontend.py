@@ -1,0 +1,86 @@
+"""A frontend whose generations are scripts: events and errors, in order, and gates that a test opens."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from opentelemetry.context import Context
+
+from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+Step = pb.GenerateResponse | Exception | asyncio.Event
+
+
+def started(request_id: str = "r-1", prompt_tokens: int = 5) -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        started=pb.Started(request_id=request_id, trace_id=TRACE_ID, model="tiny", prompt_tokens=prompt_tokens)
+    )
+
+
+def delta(text: str, *tokens: types.GeneratedToken) -> pb.GenerateResponse:
+    return pb.GenerateResponse(delta=pb.Delta(text=text, tokens=tokens))
+
+
+def token(position: int, token_id: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()):
+    generated = types.GeneratedToken(position=position, token_id=token_id)
+    if logprob is not None:
+        generated.logprobs.sampled.token_id = token_id
+        generated.logprobs.sampled.logprob = logprob
+        for top_id, top_logprob in top:
+            generated.logprobs.top.add(token_id=top_id, logprob=top_logprob)
+    return generated
+
+
+def finished(reason: types.FinishReason = types.FINISH_REASON_STOP, matched_stop: str = "") -> pb.GenerateResponse:
+    return pb.GenerateResponse(
+        finished=pb.Finished(
+            reason=reason,
+            matched_stop=matched_stop,
+            usage=types.Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4),
+            timings=pb.Timings(
+                queue_ms=1, prefill_ms=20, prefill_queue_ms=2, transfer_tail_ms=3, ttft_ms=25, total_ms=60
+            ),
+            pages=pb.HandoffStats(format=types.PAGE_FORMAT_INT8, shipped=3, cached=1, bytes=4096, hidden=0.75),
+        )
+    )
+
+
+HELLO: tuple[Step, ...] = (started(), delta("Hel", token(0, 10)), delta("lo", token(1, 11)), finished())
+
+
+class FakeFrontend:
+    """Plays `script` to every request, and keeps what it was asked and how each generation went out."""
+
+    def __init__(self, script: Sequence[Step] = HELLO) -> None:
+        self.script = script
+        self.ready = True
+        self.requests: list[pb.GenerateRequest] = []
+        self.parents: list[Context | None] = []
+        self.num_closed = 0
+        self.called, self.waiting, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def generate(
+        self, request: pb.GenerateRequest, *, deadline: float | None, parent: Context | None
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        self.requests.append(request)
+        self.parents.append(parent)
+        self.called.set()
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    self.waiting.set()
+                    await step.wait()
+                else:
+                    yield step
+        finally:
+            self.num_closed += 1
+            self.closed.set()
+
+    def list_models(self) -> pb.ListModelsResponse:
+        model = pb.Model(name="tiny", max_model_tokens=256, vocab_size=1000, ready=True)
+        return pb.ListModelsResponse(models=[model])
+
+    def token_text(self, token_id: int) -> str:
+        return f"<{token_id}>"
