@@ -1,0 +1,35 @@
+"""y = x Wᵀ + b, with W repacked once into the blocked order that oneDNN multiplies fastest.
+
+Shapes: x [T, in], W [out, in], b [out] or None, y [T, out]; fp32 or bf16, accumulated in fp32.
+A row's last bits may depend on T: oneDNN picks its blocking by shape.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Linear:
+    """Holds the repacked weight; where oneDNN lacks the packing, the plain one."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.num_bytes = weight.numel() * weight.element_size()
+        self.bias = bias
+        self._is_packed = torch.backends.mkldnn.is_available()
+        self._weight = _packed(weight) if self._is_packed else weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._is_packed:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+        return functional.linear(x, self._weight, self.bias)
+
+
+def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = x.float() @ weight.float().T
+    return y if bias is None else y + bias.float()
+
+
+def _packed(weight: Tensor) -> Tensor:
+    # The hint is a number of rows; packings for 8 and for 256 rows are the same and serve all.
+    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 256)

@@ -1,0 +1,120 @@
+"""From a configuration to an engine that can run."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from pageferry.core.config import EngineConfig, SchedulerConfig
+from pageferry.core.errors import InvalidArgumentError, invalid
+from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.model_config import ModelConfig
+from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
+from pageferry.core.plan import Runner
+from pageferry.engine.batch import BatchBuilder
+from pageferry.engine.fingerprint import fingerprint
+from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
+from pageferry.engine.hf_tensors import HfTensors
+from pageferry.engine.memory import plan_memory
+from pageferry.engine.model import Model
+from pageferry.engine.pages import PageTensors
+from pageferry.engine.rope import inverse_frequencies
+from pageferry.engine.runner import TorchRunner
+from pageferry.engine.tensors import TensorFiles
+from pageferry.engine.warm_up import warm_up_plans
+from pageferry.engine.weights import check_shapes, expected_shapes, load_weights
+
+_MODEL_REASONS = ("MODEL_FILE_INVALID", "MODEL_TENSORS")
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded model with its pool; `model_config.max_positions` is the limit in force, at most the model's."""
+
+    layout: PageLayout
+    num_pages: int
+    runner: Runner
+    model_config: ModelConfig
+    pages: PageTensors
+    memory_report: dict[str, int]  # bytes
+    scheduler: SchedulerConfig
+
+    def warm_up(self) -> None:
+        """Run representative steps, so that no request pays for a first use; writes to the pool's first pages."""
+        limits = (self.layout.page_size, self.num_pages, self.model_config.max_positions)
+        for plan in warm_up_plans(self.scheduler, *limits):
+            self.runner.run(plan)
+
+
+def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: Callable[[str], None]) -> Engine:
+    """Load the model and lay out its pool; sets torch's number of threads for the process.
+
+    `progress` gets short lines for people. Raises the errors of core.errors for anything wrong with model or memory.
+    """
+    started = time.perf_counter()
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    dtype = compute_dtype(config.compute_dtype)
+    files = resolve_model(config.model)
+    progress(f"reading {files.path.name}")
+    model_config = load_config_of(files)
+    with _naming(files), closing(_open(files, model_config)) as tensors:
+        check_shapes(expected_shapes(model_config), tensors.shapes)
+        layout = _layout(model_config, config, fingerprint(model_config, tensors, config.page_size))
+        limited = replace(model_config, max_positions=_max_positions(model_config, config))
+        memory = plan_memory(limited, layout, config, scheduler, dtype.itemsize)
+        weights = load_weights(limited, tensors, dtype, progress=progress)
+        factors = tensors.load(ROPE_FACTORS) if ROPE_FACTORS in tensors.shapes else None
+    num_positions = min(limited.max_positions, memory.num_pages * config.page_size)
+    model = Model(limited, weights, inverse_frequencies(limited, factors), num_positions)
+    pages = PageTensors(layout, memory.num_pages)
+    builder = BatchBuilder(config.page_size, limited.sliding_window, 2 * limited.num_kv_heads * limited.head_dim)
+    progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory.report, layout, dtype)}")
+    runner = TorchRunner(model, pages, builder)
+    return Engine(layout, memory.num_pages, runner, limited, pages, memory.report, scheduler)
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """`fp32`, `bf16`, or `auto`: bf16 where the processor multiplies it natively."""
+    if name in _DTYPES:
+        return _DTYPES[name]
+    capabilities = torch.cpu.get_capabilities()
+    return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
+
+
+def _open(files: ModelFiles, config: ModelConfig) -> TensorFiles:
+    return GgufTensors(files.path, config) if files.kind == "gguf" else HfTensors(safetensors_paths(files))
+
+
+@contextmanager
+def _naming(files: ModelFiles) -> Iterator[None]:
+    """Errors about the model name where it lies."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if error.reason not in _MODEL_REASONS or str(files.path) in error.message:
+            raise
+        raise InvalidArgumentError(f"{files.path}: {error.message}", reason=error.reason) from error
+
+
+def _layout(model: ModelConfig, config: EngineConfig, digest: str) -> PageLayout:
+    page_format = PageFormat(config.page_format)
+    return PageLayout(digest, page_format, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim)
+
+
+def _max_positions(model: ModelConfig, config: EngineConfig) -> int:
+    if config.max_model_tokens > model.max_positions:
+        limit = f"must be at most the model's {model.max_positions}"
+        raise invalid("max_model_tokens", config.max_model_tokens, limit)
+    return config.max_model_tokens or model.max_positions
+
+
+def _summary(report: dict[str, int], layout: PageLayout, dtype: torch.dtype) -> str:
+    terms = " + ".join(f"{name} {report[name] / 10**6:.0f}" for name in report if name not in ("total", "available"))
+    pages = report["pages"] // layout.page_bytes
+    compute = str(dtype).removeprefix("torch.")
+    total = f"{terms} = {report['total'] / 10**6:.0f} MB of {report['available'] / 10**6:.0f} available"
+    return f"computes in {compute}, {pages} {layout.format.value} pages of {layout.page_size} tokens, memory {total}"

@@ -1,0 +1,121 @@
+"""A model's weights as the forward pass multiplies them, checked against the configuration before any is read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.model_config import ModelConfig
+from pageferry.engine.tensors import TensorFiles
+from pageferry.kernels.linear import Linear
+
+_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_MAX_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm: Tensor  # [hidden] fp32, as all norms
+    qkv: Linear  # to [(H + 2 Hk) D]: queries, keys, values
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear  # to [2 * intermediate]: gate, up
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    embedding: Tensor  # [vocab, hidden] in the compute dtype
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    head: Linear
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the model must have."""
+    hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _NORM: (hidden,)}
+    if not config.tied_embeddings:
+        shapes[_HEAD] = (config.vocab_size, hidden)
+    q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
+    projections = {
+        "self_attn.q_proj": (q_rows, hidden, config.attention_bias),
+        "self_attn.k_proj": (kv_rows, hidden, config.attention_bias),
+        "self_attn.v_proj": (kv_rows, hidden, config.attention_bias),
+        "self_attn.o_proj": (hidden, q_rows, config.o_bias),
+        "mlp.gate_proj": (inner, hidden, config.mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.mlp_bias),
+    }
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}{norm}.weight"] = (hidden,)
+        if config.qk_norm:
+            shapes[f"{prefix}self_attn.q_norm.weight"] = shapes[f"{prefix}self_attn.k_norm.weight"] = (dim,)
+        for name, (rows, columns, has_bias) in projections.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+    return shapes
+
+
+def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise InvalidArgumentError listing the tensors that are missing, have another shape, or are not understood."""
+    missing = [name for name in expected if name not in found]
+    wrong = [
+        f"{name} {found[name]} instead of {shape}"
+        for name, shape in expected.items()
+        if name in found and found[name] != shape
+    ]
+    # A layer's tensor that nothing here reads would change the model if it were left out.
+    unknown = [
+        name
+        for name in found
+        if name.startswith(("model.layers.", "blk.")) and name not in expected and "rotary_emb" not in name
+    ]
+    for what, names in (("lacks tensors", missing), ("has tensors of wrong shape", wrong), ("has unknown", unknown)):
+        if names:
+            more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+            listed = ", ".join(names[:_MAX_LISTED]) + more
+            raise InvalidArgumentError(f"the model {what}: {listed}", reason="MODEL_TENSORS")
+
+
+def load_weights(
+    config: ModelConfig, tensors: TensorFiles, dtype: torch.dtype, *, progress: Callable[[str], None]
+) -> Weights:
+    """Read, merge and repack all weights, layer by layer so that little is held twice."""
+    check_shapes(expected_shapes(config), tensors.shapes)
+    layers = []
+    for layer in range(config.num_layers):
+        if layer and layer % 10 == 0:
+            progress(f"loaded {layer} of {config.num_layers} layers")
+        layers.append(_load_layer(config, tensors, dtype, f"model.layers.{layer}."))
+    embedding = tensors.load(_EMBEDDING).to(dtype)
+    head = embedding if config.tied_embeddings else tensors.load(_HEAD).to(dtype)
+    return Weights(embedding, tuple(layers), tensors.load(_NORM).float(), Linear(head, None))
+
+
+def _load_layer(config: ModelConfig, tensors: TensorFiles, dtype: torch.dtype, prefix: str) -> LayerWeights:
+    def linear(*names: str) -> Linear:
+        weight = torch.cat([tensors.load(f"{prefix}{name}.weight") for name in names]).to(dtype)
+        biases = [tensors.load(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in tensors.shapes]
+        return Linear(weight, torch.cat(biases).to(dtype) if biases else None)
+
+    def norm(name: str) -> Tensor:
+        return tensors.load(f"{prefix}{name}.weight").float()
+
+    return LayerWeights(
+        attention_norm=norm("input_layernorm"),
+        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+        output=linear("self_attn.o_proj"),
+        mlp_norm=norm("post_attention_layernorm"),
+        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
+        down=linear("mlp.down_proj"),
+    )
