@@ -18,10 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from cluster import Answer, Cluster, connected, greedy, running
+from cluster import Answer, Cluster, Stub, connected, greedy, running
 from traces import SPLIT_SPANS, one, wait_trace
-
-from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 PROMPT = "The ferry left the harbour at dawn, and its crew counted the crates on deck before the fog came in. "
 LIMIT = 0.15
@@ -39,7 +37,7 @@ class Round:
         return 1 - self.forward_ms / self.token_ms
 
 
-async def one_round(stub: InferenceServiceAsyncStub, number: int, num_tokens: int) -> Round:
+async def one_round(stub: Stub, number: int, num_tokens: int) -> Round:
     answer, arrivals = Answer(), []
     # Every round has another beginning, so that no prompt is cached and all are handed over.
     async for response in stub.Generate(greedy(f"{number}. {PROMPT * 4}", num_tokens), timeout=300):

@@ -19,11 +19,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import grpc
-from cluster import Cluster, connected, generate, running, wait_idle
+from cluster import Cluster, Stub, connected, generate, running, wait_idle
 from tiny_model import write_tiny_model
 
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 from pageferry.v1.types_pb2 import SamplingParams, StopConditions
 
 ALLOWED = {"UNAVAILABLE", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"}  # what a request may end with, beside success
@@ -49,7 +48,7 @@ def draw_request(draws: random.Random) -> pb.GenerateRequest:
     )
 
 
-async def one_request(stub: InferenceServiceAsyncStub, draws: random.Random) -> str:
+async def one_request(stub: Stub, draws: random.Random) -> str:
     """How one request ended: OK, cancelled by us, or its status."""
     request, roll = draw_request(draws), draws.random()
     try:
@@ -71,7 +70,7 @@ async def one_request(stub: InferenceServiceAsyncStub, draws: random.Random) -> 
         return str(error.code().name)
 
 
-async def client(stub: InferenceServiceAsyncStub, seed: int, end: float, outcomes: Counter[str]) -> None:
+async def client(stub: Stub, seed: int, end: float, outcomes: Counter[str]) -> None:
     draws = random.Random(seed)
     while time.monotonic() < end:
         how = await one_request(stub, draws)

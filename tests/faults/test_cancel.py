@@ -7,12 +7,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cluster import Cluster, connected, generate, greedy, running, wait_idle
-
-from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+from cluster import Cluster, Stub, connected, generate, greedy, running, wait_idle
 
 
-async def cancel_after(stub: InferenceServiceAsyncStub, num_events: int, prompt: list[int]) -> int:
+async def cancel_after(stub: Stub, num_events: int, prompt: list[int]) -> int:
     """Read some events of a stream that would go on for long, then cancel it; the number read."""
     call = stub.Generate(greedy(prompt, 2000), timeout=60)
     num_read = 0

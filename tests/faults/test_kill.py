@@ -9,9 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cluster import Cluster, connected, generate, greedy, running, wait_idle
-
-from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+from cluster import Cluster, Stub, connected, generate, greedy, running, wait_idle
 
 NUM_CLIENTS = 12
 
@@ -23,7 +21,7 @@ def cluster(tiny_model: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-async def outcome(stub: InferenceServiceAsyncStub, prompt: list[int]) -> str:
+async def outcome(stub: Stub, prompt: list[int]) -> str:
     """OK, or the name of the status."""
     try:
         answer = await generate(stub, greedy(prompt, 32))
@@ -33,7 +31,7 @@ async def outcome(stub: InferenceServiceAsyncStub, prompt: list[int]) -> str:
     return "OK"
 
 
-async def ask_on_and_on(stub: InferenceServiceAsyncStub, client: int, stop: asyncio.Event) -> list[tuple[float, str]]:
+async def ask_on_and_on(stub: Stub, client: int, stop: asyncio.Event) -> list[tuple[float, str]]:
     """One request after the other until told to stop: when each ended, and how."""
     ended = []
     for number in range(10_000):

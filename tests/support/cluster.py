@@ -13,13 +13,18 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub, InferenceServiceStub
-from pageferry.v1.types_pb2 import FinishReason, SamplingParams, StopConditions
+from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
+from pageferry.v1.types_pb2 import FinishReason, SamplingParams, StopConditions, Usage
 
+if TYPE_CHECKING:
+    from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+Stub: TypeAlias = "InferenceServiceAsyncStub"  # is in the generated stubs only, not in the module
 PAGEFERRY = (sys.executable, "-m", "pageferry.cli")
 POLL_S = 0.02
 
@@ -125,7 +130,7 @@ def running(*arguments: str, settings: Mapping[str, str] | None = None, ready_s:
 
 
 @contextlib.asynccontextmanager
-async def connected(cluster: Cluster) -> AsyncIterator[InferenceServiceAsyncStub]:
+async def connected(cluster: Cluster) -> AsyncIterator[Stub]:
     async with grpc.aio.insecure_channel(cluster.address) as channel:
         yield InferenceServiceStub(channel)
 
@@ -154,7 +159,7 @@ class Answer:
                 self.finished = response.finished
 
     @property
-    def usage(self) -> pb.Usage:
+    def usage(self) -> Usage:
         assert self.finished is not None
         return self.finished.usage
 
@@ -176,9 +181,7 @@ def greedy(prompt: str | list[int], max_tokens: int, *, ignore_eos: bool = True)
     return request
 
 
-async def generate(
-    stub: InferenceServiceAsyncStub, request: pb.GenerateRequest, *, timeout_s: float = 60, traceparent: str = ""
-) -> Answer:
+async def generate(stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 60, traceparent: str = "") -> Answer:
     """Read one stream to its end, and check what holds for every one that succeeds."""
     answer = Answer()
     metadata = (("traceparent", traceparent),) if traceparent else ()
@@ -204,7 +207,7 @@ def busy(status: pb.GetStatusResponse) -> list[str]:
     return left
 
 
-async def wait_idle(stub: InferenceServiceAsyncStub, timeout_s: float = 2.0) -> pb.GetStatusResponse:
+async def wait_idle(stub: Stub, timeout_s: float = 2.0) -> pb.GetStatusResponse:
     """Until nothing is in use anywhere; fails with what still is."""
     end = time.monotonic() + timeout_s
     while left := busy(status := await stub.GetStatus(pb.GetStatusRequest())):

@@ -5,11 +5,11 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 
+from cluster import Stub
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage, TracesData
 
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 PREFILL_RPC = "pageferry.v1.PrefillService/Prefill"
 DECODE_RPC = "pageferry.v1.DecodeService/Decode"
@@ -106,9 +106,7 @@ def parent(spans: list[Span], span: Span) -> Span:
     return found
 
 
-async def wait_trace(
-    stub: InferenceServiceAsyncStub, trace_id: str, wanted: Counter[tuple[str, str]], timeout_s: float = 5.0
-) -> list[Span]:
+async def wait_trace(stub: Stub, trace_id: str, wanted: Counter[tuple[str, str]], timeout_s: float = 5.0) -> list[Span]:
     """Until all wanted spans have come from the workers; fails with those that have not."""
     end = time.monotonic() + timeout_s
     while True:
