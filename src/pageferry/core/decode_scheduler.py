@@ -5,18 +5,16 @@ from functools import partial
 from itertools import takewhile
 from operator import is_not
 
-from pageferry.core.chunks import end_step, prefill_order, prompt_chunk, start_step
+from pageferry.core.chunks import end_step, start_step
 from pageferry.core.config import SchedulerConfig
-from pageferry.core.errors import ResourceExhaustedError
 from pageferry.core.layout import PageLayout
+from pageferry.core.local_prefill import LocalPrefill
 from pageferry.core.page_tables import Claim, PageTables
 from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, SampleFailure, StepResult
-from pageferry.core.pool import PageId, PagePool
+from pageferry.core.pool import PagePool
+from pageferry.core.preemption import choose_victims, margin, max_positions, num_growth, running_order, waiting_order
 from pageferry.core.sequence import Sequence, SequenceStatus
-from pageferry.core.sequence_queues import DeadlineQueue, Key, SequenceQueue
-
-RETRY_S = 0.01  # until the next look for pages that only a transfer's end or a peer can free
-_RETRY_AFTER_MS = 1000
+from pageferry.core.sequence_queues import RETRY_S, DeadlineQueue, SequenceQueue
 
 
 class DecodeScheduler:
@@ -32,6 +30,7 @@ class DecodeScheduler:
     def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
         self._config = config
         self._tables = PageTables(pool, layout, prefix_cache=config.prefix_cache)
+        self._prefill = LocalPrefill(config, self._tables)
         self._waiting = SequenceQueue()  # by priority, preempted ones first, arrival
         self._running = SequenceQueue()  # by priority, arrival
         self._receiving: set[Sequence] = set()
@@ -65,13 +64,8 @@ class DecodeScheduler:
         many wait.
         """
         self._check_fits(sequence)
-        if len(self._waiting) >= self._config.max_waiting:
-            raise ResourceExhaustedError(
-                f"{len(self._waiting)} sequences wait already, max_waiting is {self._config.max_waiting}",
-                reason="QUEUE_FULL",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
-        self._waiting.add(sequence, self._waiting_key(sequence))
+        self._waiting.check_not_full(self._config.max_waiting)
+        self._waiting.add(sequence, waiting_order(sequence))
         self._deadlines.add(sequence)
         self._is_blocked = False
 
@@ -85,7 +79,7 @@ class DecodeScheduler:
         self._check_fits(sequence)
         if self._goes_after_waiting(sequence):
             return False
-        num_taken = len(self._receiving) + self._waiting.num_before(self._waiting_key(sequence))
+        num_taken = len(self._receiving) + self._waiting.num_up_to(waiting_order(sequence))
         claim = self._make_room(sequence, num_taken, reserved=True)
         if claim is None:
             return False
@@ -120,7 +114,7 @@ class DecodeScheduler:
             for sequence in self._running
             if sequence.num_remaining == 1 and sequence not in stalled
         ]
-        chunks += self._prompt_chunks()
+        chunks += self._prefill.chunks(self._running)
         self._is_blocked = not chunks
         if not chunks:
             return None
@@ -177,7 +171,8 @@ class DecodeScheduler:
             has_page = sequence.num_computed < len(sequence.pages) * self._tables.page_size
             if sequence.status is not SequenceStatus.RUNNING or has_page or self._tables.extend(sequence):
                 continue
-            victims = self._choose_victims(takewhile(partial(is_not, sequence), reversed(self._running)), num_pages=1)
+            behind = takewhile(partial(is_not, sequence), reversed(self._running))
+            victims = choose_victims(self._tables, behind, num_pages=1)
             self._preempt(victims)
             if not victims or not self._tables.extend(sequence):
                 stalled.add(sequence)
@@ -186,7 +181,7 @@ class DecodeScheduler:
     def _admit(self) -> None:
         """Start those that wait, in their order, as far as slots, pages and the step's prompt tokens go."""
         self._lacks_room = False
-        while self._waiting and self._prompt_tokens_before(self._waiting.head) < self._config.local_chunk_tokens:
+        while self._waiting and self._prefill.has_room_for(self._waiting.head, self._running):
             sequence = self._waiting.head
             claim = self._make_room(sequence, num_taken=len(self._receiving))
             if claim is None:
@@ -203,50 +198,20 @@ class DecodeScheduler:
         """
         claim = self._claim(sequence, reserved)
         num_slots = len(self._running) + num_taken + 1 - self._config.max_num_seqs
-        if num_slots <= 0 and claim.num_lacking + self._margin(sequence) <= 0:
+        num_kept_free = margin(sequence, self._running, self._tables, self._config.headroom_pages)
+        if num_slots <= 0 and claim.num_lacking + num_kept_free <= 0:
             return claim
+        if self._tables.in_step:  # pages would not be back before its end
+            return None
         lower = takewhile(lambda other: other.work.priority > sequence.work.priority, reversed(self._running))
-        victims = self._choose_victims(lower, claim.num_lacking, num_slots, claim.matched)
+        num_pages, kept = claim.num_lacking, claim.matched
+        victims = choose_victims(self._tables, lower, num_pages=num_pages, num_slots=num_slots, kept=kept)
         self._preempt(victims)
         return self._claim(sequence, reserved) if victims else None
 
     def _claim(self, sequence: Sequence, reserved: bool) -> Claim:
-        num_growth = self._tables.num_pages(_max_positions(sequence)) - self._tables.num_pages(len(sequence.token_ids))
-        num_spare = min(self._config.headroom_pages, num_growth)
+        num_spare = min(self._config.headroom_pages, num_growth(sequence, self._tables))
         return (self._tables.claim_reserved if reserved else self._tables.claim)(sequence, num_spare)
-
-    def _margin(self, sequence: Sequence) -> int:
-        """Pages to leave free when a preempted sequence resumes, for those before it, who could preempt it again.
-
-        Doubling each time bounds how often that happens; without anyone before it the margin is nothing.
-        """
-        if sequence.num_preemptions == 0:
-            return 0
-        num_before = self._running.num_before(_running_key(sequence))
-        return num_before * max(1, self._config.headroom_pages) << (sequence.num_preemptions - 1)
-
-    def _choose_victims(
-        self, candidates: Iterable[Sequence], num_pages: int, num_slots: int = 0, kept: Iterable[PageId] = ()
-    ) -> list[Sequence]:
-        """The first candidates that give so many pages, `kept` ones not counted, and slots; those not needed left out.
-
-        Nobody if all of them are not enough.
-        """
-        if self._tables.in_step or (num_pages <= 0 and num_slots <= 0):
-            return []
-        chosen: list[Sequence] = []
-        num_freed = 0
-        for candidate, num_freed in self._tables.freed_by(candidates, kept):
-            chosen.append(candidate)
-            if num_freed >= num_pages and len(chosen) >= num_slots:
-                break
-        if num_freed < num_pages or len(chosen) < num_slots:
-            return []
-        for candidate in reversed(chosen[:-1]):
-            rest = [other for other in chosen if other is not candidate]
-            if len(rest) >= num_slots and self._tables.num_freed(rest, kept) >= num_pages:
-                chosen = rest
-        return chosen
 
     def _preempt(self, victims: list[Sequence]) -> None:
         for victim in victims:
@@ -255,7 +220,7 @@ class DecodeScheduler:
             victim.num_computed = 0
             victim.num_preemptions += 1
             victim.status = SequenceStatus.WAITING
-            self._waiting.add(victim, self._waiting_key(victim))
+            self._waiting.add(victim, waiting_order(victim))
             self._preempted.append(victim)
 
     def _goes_after_waiting(self, sequence: Sequence) -> bool:
@@ -264,42 +229,14 @@ class DecodeScheduler:
             return False
         return self._lacks_room or self._waiting.head.num_preemptions > 0
 
-    def _prompts(self) -> list[Sequence]:
-        prompts = [sequence for sequence in self._running if sequence.num_remaining > 1]
-        return sorted(prompts, key=lambda sequence: self._prefill_key(sequence, sequence.num_remaining))
-
-    def _prompt_chunks(self) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        budget = self._config.local_chunk_tokens
-        for sequence in self._prompts():
-            chunk = prompt_chunk(sequence, budget, self._tables.page_size, is_first=not chunks)
-            if chunk is not None:
-                chunks.append(chunk)
-                budget -= chunk.num_tokens
-        return chunks
-
-    def _prompt_tokens_before(self, sequence: Sequence) -> int:
-        """Prompt tokens of running sequences that are computed before those of this one, which waits."""
-        prompts = self._prompts()
-        if not prompts:
-            return 0
-        key = self._prefill_key(sequence, len(sequence.token_ids) - self._tables.num_cached(sequence))
-        return sum(other.num_remaining for other in prompts if self._prefill_key(other, other.num_remaining) <= key)
-
-    def _prefill_key(self, sequence: Sequence, num_remaining: int) -> Key:
-        return prefill_order(sequence, num_remaining, self._config.ageing_tokens_per_s)
-
-    def _waiting_key(self, sequence: Sequence) -> Key:
-        return (sequence.work.priority, sequence.num_preemptions == 0, sequence.arrival)
-
     def _check_fits(self, sequence: Sequence) -> None:
         stop = sequence.work.stop
         what = f"a prompt of {sequence.num_prompt} tokens with max_tokens {stop.max_tokens}"
-        self._tables.check_fits(_max_positions(sequence), what=what)
+        self._tables.check_fits(max_positions(sequence), what=what)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
-        self._running.add(sequence, _running_key(sequence))
+        self._running.add(sequence, running_order(sequence))
         self._is_blocked = False
 
     def _end(self, sequence: Sequence) -> None:
@@ -310,12 +247,3 @@ class DecodeScheduler:
         self._tables.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._lacks_room = self._is_blocked = False
-
-
-def _running_key(sequence: Sequence) -> Key:
-    return (sequence.work.priority, sequence.arrival)
-
-
-def _max_positions(sequence: Sequence) -> int:
-    """Positions whose keys and values it may come to need: the last token's are never computed."""
-    return max(len(sequence.token_ids), sequence.num_prompt + sequence.work.stop.max_tokens - 1)

@@ -4,16 +4,12 @@ from collections import deque
 
 from pageferry.core.chunks import end_step, prefill_order, prompt_chunk, start_step
 from pageferry.core.config import SchedulerConfig
-from pageferry.core.errors import ResourceExhaustedError
 from pageferry.core.layout import PageLayout
 from pageferry.core.page_tables import PageTables
 from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, StepResult
 from pageferry.core.pool import PagePool
 from pageferry.core.sequence import Sequence, SequenceStatus
-from pageferry.core.sequence_queues import DeadlineQueue, Key, SequenceQueue
-
-RETRY_S = 0.01  # until the next look for pages that only a transfer's end or a peer can free
-_RETRY_AFTER_MS = 1000
+from pageferry.core.sequence_queues import RETRY_S, DeadlineQueue, Key, SequenceQueue
 
 
 class PrefillScheduler:
@@ -50,12 +46,7 @@ class PrefillScheduler:
     def add(self, sequence: Sequence, now: float) -> None:
         """Take a sequence on. Raises InvalidArgumentError if the pool is too small, ResourceExhaustedError if full."""
         self._tables.check_fits(len(sequence.token_ids), what=f"a prompt of {len(sequence.token_ids)} tokens")
-        if len(self._waiting) >= self._config.max_waiting:
-            raise ResourceExhaustedError(
-                f"{len(self._waiting)} prompts wait already, max_waiting is {self._config.max_waiting}",
-                reason="QUEUE_FULL",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
+        self._waiting.check_not_full(self._config.max_waiting)
         if not self._waiting:
             self._window_start = now
         sequence.num_cached = self._tables.num_cached(sequence)  # what is expected; `take` sets what is found

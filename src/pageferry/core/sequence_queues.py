@@ -1,11 +1,15 @@
 """Where sequences stand in line: in order of a key, and in order of their deadlines."""
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from itertools import count
 
+from pageferry.core.errors import ResourceExhaustedError
 from pageferry.core.sequence import Sequence, SequenceStatus
+
+RETRY_S = 0.01  # until the next look for pages that only a transfer's end or a peer can free
+_RETRY_AFTER_MS = 1000
 
 Key = tuple[float, ...]
 _Entry = tuple[Key, int, Sequence]
@@ -50,9 +54,18 @@ class SequenceQueue:
         entry = self._entry_of.pop(sequence)
         del self._entries[bisect_left(self._entries, entry)]
 
-    def num_before(self, key: Key) -> int:
-        """How many have a smaller key."""
-        return bisect_left(self._entries, key, key=lambda entry: entry[0])
+    def check_not_full(self, max_waiting: int) -> None:
+        """Raise ResourceExhaustedError if no more may wait."""
+        if len(self) >= max_waiting:
+            raise ResourceExhaustedError(
+                f"{len(self)} sequences wait already, max_waiting is {max_waiting}",
+                reason="QUEUE_FULL",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+
+    def num_up_to(self, key: Key) -> int:
+        """How many go before one that is added with this key."""
+        return bisect_right(self._entries, key, key=lambda entry: entry[0])
 
 
 class DeadlineQueue:

@@ -1,0 +1,275 @@
+"""Both schedulers under any order of commands, in pools of a few pages: I1, I2, I5, I6, and every output is golden."""
+
+import pytest
+from hypothesis import HealthCheck, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from scheduling import Driver, golden, hold, layout, sequence
+
+from pageferry.core.config import SchedulerConfig
+from pageferry.core.decode_scheduler import DecodeScheduler
+from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
+from pageferry.core.plan import Plan, StepResult
+from pageferry.core.pool import PageId, PagePool
+from pageferry.core.prefill_scheduler import PrefillScheduler
+from pageferry.core.sequence import Sequence, SequenceStatus
+
+PAGE_SIZE = 4
+# Few different tokens, so that prompts often share pages, and whole prompts.
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
+CONFIGS = st.fixed_dictionaries(
+    {
+        "max_num_seqs": st.integers(1, 5),
+        "max_waiting": st.integers(1, 6),
+        "chunk_tokens": st.sampled_from([1, 3, 4, 10, 64]),
+        "local_chunk_tokens": st.sampled_from([1, 3, 4, 10, 64]),
+        "batch_window_ms": st.sampled_from([0.0, 1.0]),
+        "headroom_pages": st.integers(0, 2),
+        "ageing_tokens_per_s": st.sampled_from([0.0, 1000.0]),
+        "prefix_cache": st.booleans(),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """What both have in common. The model checks that no page is another's."""
+
+    driver: Driver
+    config: SchedulerConfig
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: list[Sequence] = []
+        self.held: list[list[PageId]] = []
+        self.in_flight: tuple[Plan, StepResult] | None = None
+
+    def make_scheduler(self, pool: PagePool) -> PrefillScheduler | DecodeScheduler:
+        raise NotImplementedError
+
+    @initialize(config=CONFIGS, num_pages=st.integers(1, 12))
+    def start(self, config: dict[str, float], num_pages: int) -> None:
+        self.config = SchedulerConfig(**config)  # type: ignore[arg-type]
+        pool = PagePool(num_pages)
+        self.driver = Driver(self.make_scheduler(pool), pool, PAGE_SIZE)
+
+    def make_sequence(self, data: st.DataObject) -> Sequence:
+        lifetime = data.draw(st.none() | st.floats(0.001, 0.02))
+        return sequence(
+            data.draw(PROMPTS),
+            max_tokens=data.draw(st.integers(2, 12)),
+            output_ids=(3,) * data.draw(st.integers(0, 1)),
+            priority=data.draw(st.integers(0, 2)),
+            arrival=self.driver.now,
+            deadline=None if lifetime is None else self.driver.now + lifetime,
+        )
+
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        one = self.make_sequence(data)
+        num_waiting = self.driver.scheduler.num_waiting
+        try:
+            self.driver.add(one)
+        except InvalidArgumentError:
+            assert len(one.token_ids) + one.work.stop.max_tokens > self.driver.pool.num_pages * PAGE_SIZE
+        except ResourceExhaustedError:
+            assert num_waiting >= self.config.max_waiting
+        else:
+            self.live.append(one)
+
+    @rule(milliseconds=st.integers(0, 3))
+    def begin_step(self, milliseconds: int) -> None:
+        if self.in_flight is None:
+            self.driver.now += milliseconds / 1000
+            plan = self.driver.scheduler.schedule(self.driver.now)
+            if plan is not None:
+                self.check_plan(plan)
+                self.in_flight = plan, self.driver.model.run(plan)
+
+    @rule()
+    def end_step(self) -> None:
+        if self.in_flight is not None:
+            (plan, result), self.in_flight = self.in_flight, None
+            self.driver.record(self.driver.scheduler.apply(plan, result, self.driver.now))
+
+    @rule(milliseconds=st.integers(0, 1), num_steps=st.integers(1, 8))
+    def step(self, milliseconds: int, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.begin_step(milliseconds)
+            self.end_step()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.live))
+        for _ in range(data.draw(st.integers(1, 2))):
+            self.driver.scheduler.abort(one)
+        assert one.status is SequenceStatus.FINISHED
+        assert not one.pages
+        self.live.remove(one)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def begin_copy(self, data: st.DataObject) -> None:
+        one = data.draw(st.sampled_from(self.live))
+        self.held.append(hold(self.driver.pool, one.pages))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def end_copy(self) -> None:
+        self.driver.pool.release(self.held.pop(0))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def fail_sampling(self, data: st.DataObject) -> None:
+        self.driver.model.failing.add(data.draw(st.sampled_from(self.live)))
+
+    @rule(milliseconds=st.integers(0, 10))
+    def expire(self, milliseconds: int) -> None:
+        """I5: by time alone, whatever else goes on."""
+        self.driver.now += milliseconds / 1000
+        expired = {ended.sequence for ended in self.driver.scheduler.expire(self.driver.now)}
+        due = {one for one in self.live if one.deadline is not None and one.deadline <= self.driver.now}
+        assert expired == due - set(self.driver.ended)
+        self.live = [one for one in self.live if one not in expired]
+
+    def check_plan(self, plan: Plan) -> None:
+        raise NotImplementedError
+
+    @invariant()
+    def every_page_has_one_state(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.pool.check_integrity()
+            self.live = [one for one in self.live if one not in self.driver.ended]
+            assert all(one.status is not SequenceStatus.FINISHED for one in self.live)
+
+    @invariant()
+    def figures_are_not_negative(self) -> None:
+        if hasattr(self, "driver"):
+            scheduler = self.driver.scheduler
+            assert min(scheduler.num_waiting, scheduler.num_running, scheduler.queued_prompt_tokens) >= 0
+            assert scheduler.num_running <= self.config.max_num_seqs
+            wakeup = scheduler.next_wakeup(self.driver.now)
+            assert wakeup is None or wakeup >= 0
+            if scheduler.num_running or scheduler.num_waiting:
+                assert wakeup is not None
+
+    def finish(self) -> None:
+        """Let all that is left run to its end without new work."""
+        self.end_step()
+        for pages in self.held:
+            self.driver.pool.release(pages)
+        for _ in range(5000):
+            if not self.driver.scheduler.num_waiting and not self.driver.scheduler.num_running:
+                break
+            wakeup = self.driver.scheduler.next_wakeup(self.driver.now)
+            assert wakeup is not None
+            self.begin_step(0)
+            assert self.in_flight is not None or wakeup > 0, "woken for nothing"
+            self.end_step()
+            self.driver.now += wakeup
+        else:
+            raise AssertionError("no end")
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driver"):
+            return
+        self.finish()
+        for one in self.live:
+            ended = self.driver.ended[one]
+            assert (ended.failure == "") == (one not in self.driver.model.failing)
+        for one, tokens in self.driver.outputs.items():
+            expected = golden(one.work)[len(one.work.output_ids) :]
+            assert tokens == expected[: len(tokens)]
+            self.check_complete(one, tokens, expected)
+        self.driver.scheduler.expire(float("inf"))
+        self.driver.check_idle()
+
+    def check_complete(self, one: Sequence, tokens: list[int], expected: list[int]) -> None:
+        raise NotImplementedError
+
+
+class PrefillMachine(SchedulerMachine):
+    def make_scheduler(self, pool: PagePool) -> PrefillScheduler:
+        return PrefillScheduler(self.config, pool, layout(PAGE_SIZE))
+
+    def check_plan(self, plan: Plan) -> None:
+        assert plan.num_tokens <= self.config.chunk_tokens
+        check_page_ends(plan, self.config.chunk_tokens)
+
+    def check_complete(self, one: Sequence, tokens: list[int], expected: list[int]) -> None:
+        assert len(tokens) == 1
+
+
+class DecodeMachine(SchedulerMachine):
+    def make_scheduler(self, pool: PagePool) -> DecodeScheduler:
+        return DecodeScheduler(self.config, pool, layout(PAGE_SIZE))
+
+    @property
+    def scheduler(self) -> DecodeScheduler:
+        assert isinstance(self.driver.scheduler, DecodeScheduler)
+        return self.driver.scheduler
+
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        one = self.make_sequence(data)
+        num_reserved, num_preempted = self.driver.pool.num_reserved, sum(other.num_preemptions for other in self.live)
+        try:
+            reserved = self.scheduler.reserve(one, self.driver.now)
+        except InvalidArgumentError:
+            assert len(one.token_ids) + one.work.stop.max_tokens > self.driver.pool.num_pages * PAGE_SIZE
+            return
+        if reserved:
+            self.live.append(one)
+            assert one.num_cached % PAGE_SIZE == 0
+            assert one.num_cached < len(one.token_ids)
+        else:
+            assert (one.pages, self.driver.pool.num_reserved) == ([], num_reserved)
+            assert num_preempted == sum(other.num_preemptions for other in self.live)
+
+    @precondition(lambda self: self.receiving())
+    @rule(data=st.data(), with_first=st.booleans())
+    def activate(self, data: st.DataObject, with_first: bool) -> None:
+        one = data.draw(st.sampled_from(self.receiving()))
+        self.driver.receive(one, with_first=with_first and one not in self.driver.model.failing)
+
+    def receiving(self) -> list[Sequence]:
+        return [one for one in self.live if one.status is SequenceStatus.RECEIVING]
+
+    def check_plan(self, plan: Plan) -> None:
+        prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1 or not chunk.samples]
+        assert sum(chunk.num_tokens for chunk in prompts) <= self.config.local_chunk_tokens
+        check_page_ends(plan, self.config.local_chunk_tokens)
+        assert not {chunk.sequence for chunk in plan.chunks} & {
+            one for one in plan.preempted if one.status is not SequenceStatus.RUNNING
+        }
+        assert len(plan.chunks) <= self.config.max_num_seqs
+
+    def finish(self) -> None:
+        # A receiving one whose sender is silent is the tickets' to expire, and holds its slot and pages until then.
+        self.end_step()
+        for one in self.receiving():
+            self.scheduler.abort(one)
+            self.live.remove(one)
+        super().finish()
+
+    def check_complete(self, one: Sequence, tokens: list[int], expected: list[int]) -> None:
+        if one in self.driver.ended and one not in self.driver.model.failing:
+            assert len(tokens) == len(expected)
+
+
+def check_page_ends(plan: Plan, budget: int) -> None:
+    for chunk in plan.chunks:
+        end = chunk.start + chunk.num_tokens
+        assert chunk.samples or end % PAGE_SIZE == 0 or budget < PAGE_SIZE or chunk.start % PAGE_SIZE
+
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+for machine in (PrefillMachine, DecodeMachine):
+    machine.TestCase.settings = SETTINGS
+TestPrefillMachine = pytest.mark.timeout(60)(PrefillMachine.TestCase)
+TestDecodeMachine = pytest.mark.timeout(60)(DecodeMachine.TestCase)
