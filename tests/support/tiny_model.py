@@ -84,8 +84,8 @@ def _weights(shape: TinyShape, seed: int) -> dict[str, np.ndarray]:
     kv = hidden // shape.num_attention_heads * shape.num_key_value_heads
 
     def matrix(rows: int, columns: int) -> np.ndarray:
-        scaled = random.standard_normal((rows, columns)) / columns**0.5
-        return scaled.astype(np.float32)
+        values: np.ndarray = random.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5)
+        return values
 
     def norm() -> np.ndarray:
         return (1 + 0.1 * random.standard_normal(hidden)).astype(np.float32)
