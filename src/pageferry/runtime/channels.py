@@ -3,7 +3,7 @@
 import grpc
 from opentelemetry.trace import Tracer
 
-from pageferry.runtime.client_interceptors import client_interceptors
+from pageferry.runtime.traced_channel import TracedChannel
 
 # Both ends ping a silent connection this often, and servers tolerate pings three times as often: one that tolerated
 # fewer would close connections with too_many_pings.
@@ -31,4 +31,4 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 def open_channel(address: str, tracer: Tracer) -> grpc.aio.Channel:
     """A channel to host:port whose calls are traced. The caller closes it."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS, interceptors=client_interceptors(tracer))
+    return TracedChannel(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS), tracer)

@@ -39,9 +39,9 @@ class _Command:
 class EngineThread(Generic[E]):
     """Runs a Stepper: commands in the order given, then a step, whose events `deliver` gets on the event loop.
 
-    Events of a step are delivered before the results of commands that ran after it, and after those of commands that
-    ran before it. If a step or a posted command raises, `failed` gets the exception and the thread ends: the state that
-    it owns can't be trusted any more.
+    A step's events are delivered before a later command's caller goes on; but they may well be delivered before an
+    earlier command's caller does, who must therefore be ready for them when it calls. If a step or a posted command
+    raises, `failed` gets the exception and the thread ends: the state that it owns can't be trusted any more.
     """
 
     failed: "asyncio.Future[BaseException]"

@@ -91,7 +91,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             raise
         except Exception as raised:
             # Its text may hold anything, so that it goes to the log only.
-            log("handler_failed", level="error", exc_info=True, method=method)
+            log("handler_failed", level="error", error=raised, method=method)
             error = InternalError(f"internal error: {type(raised).__name__}")
         return await abort(servicer_context, error)
 

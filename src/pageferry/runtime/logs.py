@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+import traceback
 from typing import Any
 
 from pageferry.core.errors import invalid
@@ -46,6 +47,12 @@ def configure_logging(service: str, level: str) -> None:
     _LOGGER.setLevel(_LEVELS[level])
 
 
-def log(event: str, *, level: str = "info", exc_info: bool = False, **fields: object) -> None:
-    """Log an event, e.g. `log("worker_ready", address=address, pages=1024)`."""
-    _LOGGER.log(_LEVELS[level], event, exc_info=exc_info, extra={_FIELDS: fields})
+def log(event: str, *, level: str = "info", error: BaseException | None = None, **fields: object) -> None:
+    """Log an event, e.g. `log("worker_ready", address=address, pages=1024)`.
+
+    Of an error its type and where it came from are logged; its text, which may quote a request, at level debug only.
+    """
+    if error is not None:
+        fields = {**fields, "error": type(error).__name__, "stack": traceback.format_tb(error.__traceback__)}
+    debug = error is not None and _LOGGER.isEnabledFor(logging.DEBUG)
+    _LOGGER.log(_LEVELS[level], event, exc_info=error if debug else None, extra={_FIELDS: fields})

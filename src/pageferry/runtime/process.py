@@ -24,8 +24,6 @@ def run_service(main: Main, *, name: str, arguments: list[str] | None = None) ->
     `main` gets the configuration and an event that is set by SIGTERM or Ctrl-C; a second Ctrl-C ends the process at
     once. An error that the user can mend is one line on stderr.
     """
-    # Forking after gRPC has started fails in the child: its fork handlers would only add noise.
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     try:
         options = _parse(name, sys.argv[1:] if arguments is None else arguments)
         if options.die_with_parent:
@@ -38,7 +36,7 @@ def run_service(main: Main, *, name: str, arguments: list[str] | None = None) ->
         sys.stderr.write(f"error: {error.message}\n")
     except Exception as error:
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
-        log("crashed", level="debug", exc_info=True)
+        log("crashed", level="debug", error=error)
     return 1
 
 

@@ -27,6 +27,7 @@ class GrpcServer:
     """Add servicers, then `start`; leaving the context ends every call. Not serving until told otherwise."""
 
     def __init__(self, config: ServerConfig, tracer: Tracer) -> None:
+        self.port = config.port
         self._config = config
         self._interceptor = ServerInterceptor(tracer)
         self._health = HealthServicer()
@@ -54,14 +55,14 @@ class GrpcServer:
         await self.set_serving(False)
         address = f"{self._config.host}:{self._config.port}"
         try:
-            port = self._server.add_insecure_port(address)
+            self.port = self._server.add_insecure_port(address)
         except RuntimeError:
             reason = _why_not(self._config.host, self._config.port)
             raise UnavailableError(
                 f"server.port: can't listen on {address}: {reason}", reason="CANNOT_LISTEN"
             ) from None
         await self._server.start()
-        return port
+        return self.port
 
     async def set_serving(self, serving: bool) -> None:
         """What health checks answer, for the process ("") and for each service; watchers of it are told."""

@@ -1,0 +1,209 @@
+"""The engine's thread: order of commands, events and results, and what its end does."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from pageferry.core.errors import InvalidArgumentError, UnavailableError
+from pageferry.runtime.engine_thread import EngineThread
+
+
+class FakeStepper:
+    """Steps while it has work; each step returns one event."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], str]] = []
+        self.threads: set[int] = set()
+        self.wakeup: float | None = None
+
+    def add(self, work: Callable[[], str]) -> int:
+        self.threads.add(threading.get_ident())
+        self.work.append(work)
+        return len(self.work)
+
+    def step(self, now: float) -> list[str]:
+        self.threads.add(threading.get_ident())
+        return [self.work.pop(0)()] if self.work else []
+
+    def next_wakeup(self, now: float) -> float | None:
+        return 0 if self.work else self.wakeup
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.deliveries = 0
+        self._more = asyncio.Event()
+
+    def deliver(self, events: list[str]) -> None:
+        self.deliveries += 1
+        self.log.extend(events)
+        self._more.set()
+
+    async def wait(self, event: str) -> None:
+        async with asyncio.timeout(5):
+            while event not in self.log:
+                self._more.clear()
+                await self._more.wait()
+
+    def note(self, event: str) -> None:
+        self.log.append(event)
+        self._more.set()
+
+
+async def test_a_steps_events_are_delivered_before_a_later_commands_result() -> None:
+    stepper, recorder = FakeStepper(), Recorder()
+    engine = EngineThread(stepper, recorder.deliver, name="engine")
+    engine.start()
+    for name in ("a", "b", "c"):
+        entered, release = threading.Event(), threading.Event()
+
+        def work(name: str = name, entered: threading.Event = entered, release: threading.Event = release) -> str:
+            entered.set()
+            release.wait(5)
+            return f"step {name}"
+
+        await engine.call(lambda work=work: stepper.add(work))  # type: ignore[misc]
+        entered.wait(5)
+        later = asyncio.create_task(engine.call(lambda: None))
+        later.add_done_callback(lambda _, name=name: recorder.note(f"result {name}"))  # type: ignore[misc]
+        await asyncio.sleep(0)
+        release.set()
+        await recorder.wait(f"result {name}")
+    await engine.stop()
+
+    assert recorder.log == [f"{what} {name}" for name in ("a", "b", "c") for what in ("step", "result")]
+    assert recorder.deliveries == 3, "one crossing a step"
+    assert len(stepper.threads) == 1
+    assert threading.get_ident() not in stepper.threads
+
+
+async def test_commands_run_before_the_next_step_in_the_order_given() -> None:
+    stepper, recorder = FakeStepper(), Recorder()
+    engine = EngineThread(stepper, recorder.deliver, name="engine")
+    engine.start()
+    release = threading.Event()
+
+    def hold() -> str:
+        release.wait(5)
+        return "held"
+
+    order: list[int] = []
+    await engine.call(lambda: stepper.add(hold))
+    for number in range(3):
+        engine.post(lambda number=number: order.append(number))  # type: ignore[misc]
+    engine.post(lambda: stepper.add(lambda: f"saw {order}"))
+    release.set()
+    await recorder.wait("saw [0, 1, 2]")
+    await engine.stop()
+
+
+async def test_a_call_raises_what_its_command_raised_and_the_thread_goes_on() -> None:
+    engine = EngineThread(FakeStepper(), Recorder().deliver, name="engine")
+    engine.start()
+
+    def refuse() -> None:
+        raise InvalidArgumentError("no")
+
+    with pytest.raises(InvalidArgumentError, match="no"):
+        await engine.call(refuse)
+    assert await engine.call(lambda: 7) == 7
+    await engine.stop()
+
+
+async def test_a_command_of_a_caller_that_has_gone_still_runs() -> None:
+    engine = EngineThread(FakeStepper(), Recorder().deliver, name="engine")
+    engine.start()
+    release, ran = threading.Event(), []
+    engine.post(lambda: release.wait(5))
+    caller = asyncio.create_task(engine.call(lambda: ran.append(1)))
+    await asyncio.sleep(0)
+    caller.cancel()
+    release.set()
+    assert await engine.call(lambda: ran) == [1]
+    await engine.stop()
+
+
+async def test_a_step_that_raises_ends_the_thread_and_all_that_wait_for_it() -> None:
+    stepper = FakeStepper()
+    engine = EngineThread(stepper, Recorder().deliver, name="engine")
+    engine.start()
+    release = threading.Event()
+
+    def fail() -> str:
+        release.wait(5)
+        raise ValueError("broken")
+
+    await engine.call(lambda: stepper.add(fail))
+    waiting = asyncio.create_task(engine.call(lambda: 1))
+    await asyncio.sleep(0)
+    release.set()
+    assert repr(await engine.failed) == "ValueError('broken')"
+    with pytest.raises(UnavailableError, match="the engine has stopped"):
+        await waiting
+    with pytest.raises(UnavailableError):
+        engine.post(lambda: None)
+    with pytest.raises(UnavailableError):
+        await engine.call(lambda: None)
+    await engine.stop()
+
+
+async def test_a_posted_command_that_raises_ends_the_thread_and_those_after_it_are_refused() -> None:
+    engine = EngineThread(FakeStepper(), Recorder().deliver, name="engine")
+    engine.start()
+    release = threading.Event()
+    engine.post(lambda: release.wait(5))
+    engine.post(lambda: 1 // 0)
+    after = asyncio.create_task(engine.call(lambda: 1))
+    await asyncio.sleep(0)
+    release.set()
+    assert isinstance(await engine.failed, ZeroDivisionError)
+    with pytest.raises(UnavailableError):
+        await after
+
+
+async def test_stop_runs_the_commands_given_before_it() -> None:
+    engine = EngineThread(FakeStepper(), Recorder().deliver, name="engine")
+    engine.start()
+    ran: list[int] = []
+    engine.post(lambda: ran.append(1))
+    await engine.stop()
+    assert ran == [1]
+    assert not engine.failed.done()
+    with pytest.raises(UnavailableError):
+        engine.post(lambda: ran.append(2))
+    await engine.stop()
+
+
+async def test_progress_is_now_while_idle_and_stands_still_in_a_long_step() -> None:
+    clock = iter(range(1_000_000))
+    stepper, recorder = FakeStepper(), Recorder()
+    engine = EngineThread(stepper, recorder.deliver, name="engine", clock=lambda: float(next(clock)))
+    engine.start()
+    begun, release = threading.Event(), threading.Event()
+
+    def hold() -> str:
+        begun.set()
+        release.wait(5)
+        return "held"
+
+    assert engine.last_progress < engine.last_progress, "idle: as the clock goes"
+    await engine.call(lambda: stepper.add(hold))
+    begun.wait(5)
+    assert engine.last_progress == engine.last_progress, "stuck"
+    release.set()
+    await recorder.wait("held")
+    await engine.stop()
+
+
+async def test_a_timed_wakeup_steps_without_a_command() -> None:
+    recorder = Recorder()
+    stepper = FakeStepper()
+    stepper.wakeup = 0.001
+    engine = EngineThread(stepper, recorder.deliver, name="engine")
+    engine.start()
+    stepper.work.append(lambda: "woken")
+    await recorder.wait("woken")
+    await engine.stop()
