@@ -1,0 +1,315 @@
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
+from pageferry.core.handoff import MAX_REMEMBERED, Ticket, TicketTable
+from pageferry.core.handoff_tables import SENDER_TABLE, TICKET_TABLE, SenderState, TicketEvent, TicketState, fire
+from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.pool import PageId, PagePool
+from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sequence import Sequence, WorkItem
+
+LAYOUT = PageLayout("f" * 32, PageFormat.FP32, page_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+LEASE_S = 30.0
+ID = bytes(range(16))
+
+
+def new_table(incarnation: bytes = b"d1") -> TicketTable:
+    return TicketTable(incarnation, LEASE_S, LAYOUT)
+
+
+def new_sequence(num_tokens: int, pages: list[PageId]) -> Sequence:
+    work = WorkItem("request", tuple(range(num_tokens)), SamplingParams(), StopParams(max_tokens=2))
+    return Sequence(work, arrival=0.0, pages=pages)
+
+
+def issue(
+    table: TicketTable,
+    *,
+    num_tokens: int = 10,
+    num_cached_pages: int = 1,
+    deadline: float | None = None,
+    id: bytes = ID,
+) -> Ticket:
+    """A ticket for a prompt's pages that aren't cached; the page table has one page of headroom."""
+    num_pages = LAYOUT.num_pages(num_tokens)
+    sequence = new_sequence(num_tokens, [PageId(10 + index) for index in range(num_pages + 1)])
+    return table.issue(
+        id,
+        sequence,
+        first_page=num_cached_pages,
+        num_pages=num_pages - num_cached_pages,
+        covered_tokens=num_tokens,
+        deadline=deadline,
+    )
+
+
+def receive_all(table: TicketTable, ticket: Ticket, now: float) -> None:
+    for page_index in range(ticket.first_page, ticket.first_page + ticket.num_expected_pages):
+        table.receive(ticket, page_index, 0, LAYOUT.num_layers, now)
+
+
+def late_messages_are_refused(table: TicketTable, ticket: Ticket, state: str) -> None:
+    messages: list[Callable[[], object]] = [
+        lambda: table.open(ticket.id, LAYOUT, now=50.0),
+        lambda: table.receive(ticket, 1, 0, 3, now=50.0),
+        lambda: table.renew(ticket, now=50.0),
+        lambda: table.commit(ticket, 10, now=50.0),
+    ]
+    for message in messages:
+        with pytest.raises(FailedPreconditionError, match=f"is {state}: .* is refused"):
+            message()
+
+
+def test_a_hand_off_from_ticket_to_use() -> None:
+    table = new_table()
+    ticket = issue(table)
+    assert (ticket.state, len(table)) == (TicketState.RESERVED, 1)
+    assert table.open(ID, LAYOUT, now=1.0) is ticket
+    assert table.check_frame(ticket, 1, 0, 2) == PageId(11)
+    table.receive(ticket, 1, 0, 2, now=2.0)
+    table.receive(ticket, 1, 2, 1, now=3.0)
+    table.receive(ticket, 2, 0, 3, now=4.0)
+    table.commit(ticket, covered_tokens=10, now=5.0)
+    assert (ticket.state, len(table)) == (TicketState.COMMITTED, 1)
+    table.consume(ticket)
+    assert (ticket.state, len(table)) == (TicketState.CONSUMED, 0)
+
+
+@pytest.mark.parametrize("num_tokens", [63, 64, 65, 127, 128])
+@pytest.mark.parametrize("num_cached_pages", [0, 3])
+def test_c9_both_sides_count_the_pages_of_the_prompt_alone(num_tokens: int, num_cached_pages: int) -> None:
+    layout = replace(LAYOUT, page_size=16)
+    table = TicketTable(b"d1", LEASE_S, layout)
+    num_pages = -(-num_tokens // 16)
+    sequence = new_sequence(num_tokens, [PageId(index) for index in range(num_pages + 1)])
+    for wrong in (num_pages - num_cached_pages - 1, num_pages - num_cached_pages + 1):
+        with pytest.raises(AssertionError, match=f"{num_tokens} tokens are {num_pages} pages, not {num_cached_pages}"):
+            table.issue(
+                ID, sequence, first_page=num_cached_pages, num_pages=wrong, covered_tokens=num_tokens, deadline=None
+            )
+    ticket = table.issue(
+        ID,
+        sequence,
+        first_page=num_cached_pages,
+        num_pages=num_pages - num_cached_pages,
+        covered_tokens=num_tokens,
+        deadline=None,
+    )
+    sequence.append(7)  # the token that the sender sampled is in no page yet
+    table.open(ID, layout, now=0.0)
+    for page_index in range(num_cached_pages, num_pages):
+        table.receive(ticket, page_index, 0, layout.num_layers, now=0.0)
+    with pytest.raises(FailedPreconditionError, match=f"covered_tokens is {num_tokens + 1}, {num_tokens} are expected"):
+        table.commit(ticket, num_tokens + 1, now=0.0)
+    table.commit(ticket, num_tokens, now=0.0)
+
+
+@pytest.mark.parametrize("bad_id", [b"", ID[:15], ID + b"x"])
+def test_an_id_has_16_bytes(bad_id: bytes) -> None:
+    with pytest.raises(AssertionError, match="must be 16 bytes that were never used"):
+        issue(new_table(), id=bad_id)
+
+
+def test_an_id_is_never_used_again() -> None:
+    table = new_table()
+    ticket = issue(table)
+    with pytest.raises(AssertionError, match="never used"):
+        issue(table)
+    table.abort(ticket)
+    with pytest.raises(AssertionError, match="never used"):
+        issue(table)
+
+
+def test_a_ticket_is_opened_once() -> None:
+    table = new_table()
+    ticket = issue(table)
+    table.open(ID, LAYOUT, now=0.0)
+    with pytest.raises(FailedPreconditionError, match="ticket 00010203 is filling: open is refused") as caught:
+        table.open(ID, LAYOUT, now=1.0)
+    assert caught.value.reason == "HANDOFF_FILLING"
+    receive_all(table, ticket, now=2.0)  # the first push goes on
+    table.commit(ticket, 10, now=3.0)
+
+
+def test_a_ticket_of_an_older_incarnation_is_unknown() -> None:
+    issue(new_table(b"d1"))
+    with pytest.raises(FailedPreconditionError, match="ticket 00010203 is unknown to incarnation 6432") as caught:
+        new_table(b"d2").open(ID, LAYOUT, now=0.0)
+    assert caught.value.reason == "UNKNOWN_TICKET"
+    assert ID.hex() not in caught.value.message  # it is a secret
+
+
+def test_b8_layouts_that_differ_are_refused_with_both_values() -> None:
+    table = new_table()
+    ticket = issue(table)
+    with pytest.raises(FailedPreconditionError, match=r"page_size 4 \(receiver\) and 8 \(sender\)") as caught:
+        table.open(ID, replace(LAYOUT, page_size=8), now=0.0)
+    assert caught.value.reason == "LAYOUT_MISMATCH"
+    assert ticket.state is TicketState.RESERVED
+
+
+@pytest.mark.parametrize(
+    ("page_index", "first_layer", "num_layers", "field"),
+    [
+        (0, 0, 3, "frame.page_index is 0, must be from 1 to 2"),
+        (3, 0, 3, "frame.page_index is 3, must be from 1 to 2"),
+        (1, 0, 4, r"frame.first_layer, num_layers is \(0, 4\)"),
+        (1, 3, 1, r"frame.first_layer, num_layers is \(3, 1\)"),
+        (1, -1, 2, r"frame.first_layer, num_layers is \(-1, 2\)"),
+        (1, 1, 0, r"frame.first_layer, num_layers is \(1, 0\)"),
+    ],
+)
+def test_a_frame_out_of_range_is_refused(page_index: int, first_layer: int, num_layers: int, field: str) -> None:
+    table = new_table()
+    ticket = issue(table)
+    table.open(ID, LAYOUT, now=0.0)
+    with pytest.raises(InvalidArgumentError, match=field):
+        table.receive(ticket, page_index, first_layer, num_layers, now=0.0)
+    assert ticket.arrived == {}
+
+
+@pytest.mark.parametrize(("first_layer", "num_layers"), [(0, 2), (1, 1), (0, 3), (1, 2)])
+def test_a_layer_that_comes_twice_is_refused(first_layer: int, num_layers: int) -> None:
+    table = new_table()
+    ticket = issue(table)
+    table.open(ID, LAYOUT, now=0.0)
+    table.receive(ticket, 1, 0, 2, now=0.0)
+    with pytest.raises(InvalidArgumentError, match=r"some of its layers .* have come before"):
+        table.receive(ticket, 1, first_layer, num_layers, now=0.0)
+    table.receive(ticket, 1, 2, 1, now=0.0)
+
+
+def test_b9_a_hand_off_that_lacks_a_page_is_never_committed() -> None:
+    table = new_table()
+    ticket = issue(table, num_tokens=24, num_cached_pages=0)
+    table.open(ID, LAYOUT, now=0.0)
+    for page_index in (0, 1, 2, 4, 5):
+        table.receive(ticket, page_index, 0, 3, now=0.0)
+    table.receive(ticket, 3, 0, 2, now=0.0)
+    with pytest.raises(FailedPreconditionError, match="5 of 6 pages came whole") as caught:
+        table.commit(ticket, 24, now=0.0)
+    assert caught.value.reason == "PAGES_MISSING"
+    with pytest.raises(AssertionError, match="is filling and has no consume"):
+        table.consume(ticket)
+
+
+def test_a_ticket_is_consumed_once() -> None:
+    table = new_table()
+    ticket = issue(table)
+    with pytest.raises(AssertionError, match="is reserved and has no consume"):
+        table.consume(ticket)
+    table.open(ID, LAYOUT, now=0.0)
+    receive_all(table, ticket, now=0.0)
+    table.commit(ticket, 10, now=0.0)
+    with pytest.raises(FailedPreconditionError, match="is committed: commit is refused"):
+        table.commit(ticket, 10, now=0.0)
+    table.consume(ticket)
+    with pytest.raises(AssertionError, match="is already used and has no consume"):
+        table.consume(ticket)
+    with pytest.raises(FailedPreconditionError, match="is already used: open is refused"):
+        table.open(ID, LAYOUT, now=1.0)
+
+
+def test_before_open_only_the_deadline_ends_a_ticket() -> None:
+    table = new_table()
+    forever, bounded = issue(table), issue(table, deadline=1000.0, id=bytes(16))
+    assert table.next_expiry() == 1000.0
+    assert table.expire(999.9) == []
+    assert table.expire(1000.0) == [bounded]
+    assert table.next_expiry() is None
+    assert forever.state is TicketState.RESERVED
+
+
+def test_every_message_renews_the_lease_but_not_beyond_the_deadline() -> None:
+    table = new_table()
+    ticket = issue(table, deadline=70.0)
+    table.open(ID, LAYOUT, now=0.0)
+    assert table.next_expiry() == 30.0
+    table.renew(ticket, now=20.0)
+    assert table.next_expiry() == 50.0
+    table.receive(ticket, 1, 0, 3, now=35.0)
+    assert table.next_expiry() == 65.0
+    table.receive(ticket, 2, 0, 3, now=60.0)
+    assert table.next_expiry() == 70.0
+
+
+def test_a_committed_ticket_depends_on_no_peer() -> None:
+    table = new_table()
+    ticket = issue(table)
+    table.open(ID, LAYOUT, now=0.0)
+    receive_all(table, ticket, now=0.0)
+    table.commit(ticket, 10, now=0.0)
+    assert table.next_expiry() is None
+    assert table.expire(1e9) == []
+    table.consume(ticket)
+
+
+def test_b5_a_commit_after_the_lease_is_refused_even_before_expiry_is_noticed() -> None:
+    table = TicketTable(b"d1", 1.0, LAYOUT)
+    pool = PagePool(4)
+    pages = pool.allocate(4, reserved=True)
+    assert pages is not None
+    sequence = new_sequence(10, pages)
+    ticket = table.issue(ID, sequence, first_page=0, num_pages=3, covered_tokens=10, deadline=None)
+    table.open(ID, LAYOUT, now=0.0)
+    receive_all(table, ticket, now=0.5)
+    with pytest.raises(FailedPreconditionError, match="is expired: commit is refused") as caught:
+        table.commit(ticket, 10, now=5.0)
+    assert caught.value.reason == "HANDOFF_EXPIRED"
+    assert [expired.sequence for expired in table.expire(5.0)] == [sequence]
+    pool.release(sequence.pages)
+    assert set(pool.allocate(4) or ()) == set(pages)  # others have them now
+    late_messages_are_refused(table, ticket, "expired")
+    with pytest.raises(AssertionError, match="is expired and has no consume"):
+        table.consume(ticket)
+    pool.check_integrity()
+
+
+def test_b6_a_cancel_in_mid_transfer_ends_the_ticket_and_late_messages_are_refused() -> None:
+    table = new_table()
+    pool = PagePool(4)
+    for attempt in range(20):
+        pages = pool.allocate(4, reserved=True)
+        assert pages is not None
+        ticket_id = attempt.to_bytes(16)
+        ticket = table.issue(
+            ticket_id, new_sequence(10, pages), first_page=0, num_pages=3, covered_tokens=10, deadline=None
+        )
+        table.open(ticket_id, LAYOUT, now=attempt)
+        table.receive(ticket, 0, 0, 3, now=attempt)
+        table.abort(ticket)
+        table.abort(ticket)
+        pool.release(pages)
+        late_messages_are_refused(table, ticket, "aborted")
+        pool.check_integrity()
+        assert (len(table), pool.num_free) == (0, 4)
+    assert table.expire(1e9) == []
+
+
+def test_what_is_over_is_remembered_within_bounds() -> None:
+    table = new_table()
+    for number in range(MAX_REMEMBERED + 1):
+        table.abort(issue(table, id=number.to_bytes(16)))
+    for number, reason in ((0, "UNKNOWN_TICKET"), (1, "HANDOFF_ABORTED"), (MAX_REMEMBERED, "HANDOFF_ABORTED")):
+        with pytest.raises(FailedPreconditionError) as caught:
+            table.open(number.to_bytes(16), LAYOUT, now=0.0)
+        assert caught.value.reason == reason
+
+
+def test_in_every_state_the_peers_late_events_are_in_the_tables() -> None:
+    over = (TicketState.CONSUMED, TicketState.EXPIRED, TicketState.ABORTED)
+    peers = (TicketEvent.OPEN, TicketEvent.FRAME, TicketEvent.COMMIT)
+    for state in over:
+        assert not state.is_live
+        for event in peers:
+            with pytest.raises(FailedPreconditionError):
+                fire(TICKET_TABLE, state, event, "ticket")
+        assert fire(TICKET_TABLE, state, TicketEvent.ABORT, "ticket") is state
+        for event in (TicketEvent.CONSUME, TicketEvent.EXPIRE):
+            with pytest.raises(AssertionError):
+                fire(TICKET_TABLE, state, event, "ticket")
+    assert {state for state, _ in TICKET_TABLE} == set(TicketState)
+    assert {state for state, _ in SENDER_TABLE} == set(SenderState)

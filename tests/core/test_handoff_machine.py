@@ -1,0 +1,277 @@
+"""I3, I4 and I5 under any order of both sides' calls, the network's delays and the passing of time."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
+from pageferry.core.handoff import Ticket, TicketTable
+from pageferry.core.handoff_tables import SenderState, TicketState
+from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.pool import PagePool, PageState
+from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sender import Sender
+from pageferry.core.sequence import Sequence, WorkItem
+
+LAYOUT = PageLayout("f" * 32, PageFormat.FP32, page_size=2, num_layers=2, num_kv_heads=1, head_dim=8)
+LEASE_S = 10.0
+NUM_PAGES = 9
+PICKS = st.integers(0, 3)
+Frame = tuple[int, int, int]  # page index, first layer, number of layers
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One hand-off: what the machine knows of it, beside the parts under test."""
+
+    ticket: Ticket
+    expected_layers: set[tuple[int, int]]
+    state: TicketState = TicketState.RESERVED
+    expires_at: float | None = None
+    arrived: set[tuple[int, int]] = field(default_factory=set)
+    sender: Sender = field(default_factory=Sender)
+    to_ship: list[int] = field(default_factory=list)
+    frames: deque[Frame] = field(default_factory=deque)  # sent, not yet there
+    num_acked: int = 0
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in (TicketState.RESERVED, TicketState.FILLING, TicketState.COMMITTED)
+
+
+def layers_of(frame: Frame) -> set[tuple[int, int]]:
+    page_index, first_layer, num_layers = frame
+    return {(page_index, layer) for layer in range(first_layer, first_layer + num_layers)}
+
+
+class HandoffMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.table = TicketTable(b"this", LEASE_S, LAYOUT)
+        self.pool = PagePool(NUM_PAGES)
+        self.attempts: list[Attempt] = []
+
+    def pick(self, pick: int) -> Attempt:
+        return self.attempts[-1 - pick % len(self.attempts)]
+
+    def is_due(self, attempt: Attempt) -> bool:
+        return attempt.expires_at is not None and attempt.expires_at <= self.now
+
+    def accepts(self, attempt: Attempt, state: TicketState) -> bool:
+        return attempt.state is state and not self.is_due(attempt)
+
+    def peer_calls(self, accepted: bool, call: Callable[[], object]) -> None:
+        if accepted:
+            call()
+        else:
+            with pytest.raises(FailedPreconditionError):
+                call()
+
+    def renewed(self, attempt: Attempt) -> None:
+        deadline = attempt.ticket.deadline
+        attempt.expires_at = min(self.now + LEASE_S, self.now + LEASE_S if deadline is None else deadline)
+
+    def ended(self, attempt: Attempt, state: TicketState) -> None:
+        if attempt.is_live:
+            attempt.state = state
+            self.pool.release(attempt.ticket.sequence.pages)
+
+    @rule(num_tokens=st.integers(1, 6), num_cached=st.integers(0, 2), lifetime=st.none() | st.integers(1, 15))
+    def issue(self, num_tokens: int, num_cached: int, lifetime: int | None) -> None:
+        num_pages = LAYOUT.num_pages(num_tokens)
+        num_cached = min(num_cached, num_pages - 1)
+        pages = self.pool.allocate(num_pages, reserved=True)
+        if pages is None:
+            return
+        work = WorkItem("request", tuple(range(num_tokens)), SamplingParams(), StopParams(max_tokens=2))
+        deadline = None if lifetime is None else self.now + lifetime
+        ticket = self.table.issue(
+            len(self.attempts).to_bytes(16),
+            Sequence(work, self.now, pages=pages),
+            first_page=num_cached,
+            num_pages=num_pages - num_cached,
+            covered_tokens=num_tokens,
+            deadline=deadline,
+        )
+        to_ship = list(range(num_cached, num_pages))
+        layers = {(page_index, layer) for page_index in to_ship for layer in range(LAYOUT.num_layers)}
+        self.attempts.append(Attempt(ticket, layers, expires_at=deadline, to_ship=to_ship))
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 4.0, 9.5]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def expire(self) -> None:
+        due = [attempt for attempt in self.attempts if attempt.is_live and self.is_due(attempt)]
+        assert self.table.expire(self.now) == [attempt.ticket for attempt in due]
+        for attempt in due:
+            self.ended(attempt, TicketState.EXPIRED)
+
+    @precondition(lambda self: self.attempts)
+    @rule(pick=PICKS, num_steps=st.integers(1, 12))
+    def both_sides_go_on(self, pick: int, num_steps: int) -> None:
+        """The steps of a hand-off in order, as far as neither side has given up."""
+        attempt = self.pick(pick)
+        for _ in range(num_steps):
+            if attempt.state is TicketState.COMMITTED:
+                self.consumed(attempt)
+            elif attempt.sender.state is SenderState.ABORTED:
+                self.peer_calls(False, lambda: attempt.sender.ship(0))
+            elif attempt.sender.state is SenderState.IDLE:
+                self.answered(attempt, self.opened(attempt, LAYOUT), attempt.sender.open)
+            elif attempt.frames:
+                attempt.num_acked += 1
+                arrived = self.frame_arrives(attempt, attempt.frames.popleft())
+                self.answered(attempt, arrived, lambda: attempt.sender.acked(attempt.num_acked, self.now))
+            elif attempt.to_ship:
+                self.shipped(attempt)
+            elif attempt.sender.state is SenderState.SHIPPING:
+                attempt.sender.commit()
+                committed = self.commits(attempt, attempt.ticket.covered_tokens)
+                self.answered(attempt, committed, lambda: attempt.sender.committed(self.now))
+
+    def answered(self, attempt: Attempt, accepted: bool, answer: Callable[[], None]) -> None:
+        """What the sender hears of its message: the answer, or that its push is broken."""
+        if accepted:
+            answer()
+        else:
+            attempt.sender.abort()
+
+    @precondition(lambda self: self.attempts)
+    @rule(pick=PICKS, kind=st.sampled_from(["again", "other layout", "other incarnation"]))
+    def a_stray_open_arrives(self, pick: int, kind: str) -> None:
+        attempt = self.pick(pick)
+        if kind == "other layout":
+            self.opened(attempt, replace(LAYOUT, page_size=4))
+        elif kind == "again" and attempt.state is not TicketState.RESERVED:
+            self.opened(attempt, LAYOUT)
+        else:
+            other = TicketTable(b"other", LEASE_S, LAYOUT)
+            self.peer_calls(False, lambda: other.open(attempt.ticket.id, LAYOUT, self.now))
+
+    def opened(self, attempt: Attempt, layout: PageLayout) -> bool:
+        accepted = self.accepts(attempt, TicketState.RESERVED) and layout == LAYOUT
+        self.peer_calls(accepted, lambda: self.table.open(attempt.ticket.id, layout, self.now))
+        if accepted:
+            attempt.state = TicketState.FILLING
+            self.renewed(attempt)
+        return accepted
+
+    def shipped(self, attempt: Attempt) -> None:
+        page_index = attempt.to_ship.pop(0)
+        attempt.sender.ship(page_index)
+        for layer in range(LAYOUT.num_layers):
+            attempt.sender.sent(1, self.now)
+            attempt.frames.append((page_index, layer, 1))
+        attempt.sender.compute_ended(self.now)
+
+    @precondition(lambda self: self.attempts)
+    @rule(pick=PICKS, frame=st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)))
+    def a_stray_frame_arrives(self, pick: int, frame: Frame) -> None:
+        if self.pick(pick).state is not TicketState.RESERVED:  # no frame comes before Open: its stream begins with it
+            self.frame_arrives(self.pick(pick), frame)
+
+    def frame_arrives(self, attempt: Attempt, frame: Frame) -> bool:
+        layers = layers_of(frame)
+        if not self.accepts(attempt, TicketState.FILLING):
+            self.peer_calls(False, lambda: self.table.receive(attempt.ticket, *frame, self.now))
+        elif not layers or not layers <= attempt.expected_layers or layers & attempt.arrived:
+            with pytest.raises(InvalidArgumentError):
+                self.table.receive(attempt.ticket, *frame, self.now)
+        else:
+            self.table.receive(attempt.ticket, *frame, self.now)
+            attempt.arrived |= layers
+            self.renewed(attempt)
+            return True
+        return False
+
+    @precondition(lambda self: self.attempts)
+    @rule(pick=PICKS)
+    def keep_alive(self, pick: int) -> None:
+        attempt = self.pick(pick)
+        if attempt.state is TicketState.RESERVED:
+            return
+        accepted = self.accepts(attempt, TicketState.FILLING)
+        self.peer_calls(accepted, lambda: self.table.renew(attempt.ticket, self.now))
+        if accepted:
+            self.renewed(attempt)
+
+    @precondition(lambda self: self.attempts)
+    @rule(pick=PICKS, miscount=st.integers(0, 1))
+    def a_stray_commit_arrives(self, pick: int, miscount: int) -> None:
+        attempt = self.pick(pick)
+        if attempt.state is not TicketState.RESERVED:
+            self.commits(attempt, attempt.ticket.covered_tokens + miscount)
+
+    def commits(self, attempt: Attempt, covered_tokens: int) -> bool:
+        whole = attempt.arrived == attempt.expected_layers and covered_tokens == attempt.ticket.covered_tokens
+        accepted = self.accepts(attempt, TicketState.FILLING) and whole
+        self.peer_calls(accepted, lambda: self.table.commit(attempt.ticket, covered_tokens, self.now))
+        if accepted:
+            attempt.state = TicketState.COMMITTED
+            attempt.expires_at = attempt.ticket.deadline
+        return accepted
+
+    @precondition(lambda self: self.attempts)
+    @rule(pick=PICKS)
+    def consumed_out_of_turn(self, pick: int) -> None:
+        if self.pick(pick).state is not TicketState.COMMITTED:
+            with pytest.raises(AssertionError):
+                self.table.consume(self.pick(pick).ticket)
+
+    def consumed(self, attempt: Attempt) -> None:
+        self.table.consume(attempt.ticket)
+        assert attempt.arrived == attempt.expected_layers
+        if attempt.sender.state is SenderState.COMMITTED:
+            stats = attempt.sender.stats
+            assert (stats.pages, stats.bytes) == (attempt.ticket.num_expected_pages, len(attempt.expected_layers))
+            assert 0 <= stats.hidden <= 1
+        self.pool.commit(attempt.ticket.pages)
+        self.ended(attempt, TicketState.CONSUMED)  # and the sequence ends at once
+
+    @precondition(lambda self: self.attempts)
+    @rule(pick=PICKS)
+    def receiver_aborts(self, pick: int) -> None:
+        self.table.abort(self.pick(pick).ticket)
+        self.ended(self.pick(pick), TicketState.ABORTED)
+
+    @precondition(lambda self: self.attempts)
+    @rule(pick=PICKS)
+    def sender_aborts(self, pick: int) -> None:
+        self.pick(pick).sender.abort()
+
+    @invariant()
+    def both_know_the_same(self) -> None:
+        self.pool.check_integrity()
+        live = [attempt for attempt in self.attempts if attempt.is_live]
+        expiries = [attempt.expires_at for attempt in live if attempt.expires_at is not None]
+        assert len(self.table) == len(live)
+        assert self.table.next_expiry() == min(expiries, default=None)
+        assert self.pool.num_reserved == sum(len(attempt.ticket.pages) for attempt in live)
+        for attempt in self.attempts:
+            assert attempt.ticket.state is attempt.state
+            if attempt.is_live:
+                assert {self.pool.state(page) for page in attempt.ticket.pages} == {PageState.RESERVED}
+
+    def teardown(self) -> None:
+        """Time alone ends whatever waits for a peer; the rest ends with the call that owns it."""
+        self.now += max(LEASE_S, 15.0)
+        for attempt in self.attempts:
+            waits_for_a_peer = attempt.state is TicketState.FILLING
+            assert not waits_for_a_peer or self.is_due(attempt)
+        self.expire()
+        for attempt in self.attempts:
+            self.table.abort(attempt.ticket)
+            self.ended(attempt, TicketState.ABORTED)
+        assert (len(self.table), self.table.next_expiry()) == (0, None)
+        assert self.pool.num_free == NUM_PAGES
+
+
+TestHandoffMachine = HandoffMachine.TestCase
+TestHandoffMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
