@@ -10,6 +10,7 @@ _STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15,
 OUTCOMES = (
     "stop",
     "length",
+    "handed_over",
     "cancelled",
     "deadline_exceeded",
     "invalid_argument",
@@ -18,6 +19,7 @@ OUTCOMES = (
     "internal",
     "other",
 )
+RETRY_STEPS = ("other_prefill", "local")  # what follows a failed prefill: another worker, or the decode worker alone
 
 
 class Metrics:
@@ -33,6 +35,9 @@ class Metrics:
         self._handoff_bytes = Counter("pageferry_handoff_bytes", "Bytes of pages handed over.", registry=registry)
         self._handoff_pages = Counter("pageferry_handoff_pages", "Pages handed over.", registry=registry)
         self._handoff_failures = Counter("pageferry_handoff_failures", "Hand-offs broken off.", registry=registry)
+        self._prefill_failures = Counter(
+            "pageferry_prefill_failures", "Prefills that failed, by what was tried next.", ("next",), registry=registry
+        )
         self.ttft_s = Histogram(
             "pageferry_time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS, registry=registry
         )
@@ -62,6 +67,11 @@ class Metrics:
 
     def count_broken_handoff(self) -> None:
         self._handoff_failures.inc()
+
+    def count_prefill_failure(self, next_step: str) -> None:
+        """`next_step` is one of RETRY_STEPS."""
+        assert next_step in RETRY_STEPS, next_step
+        self._prefill_failures.labels(next_step).inc()
 
     def set_load(self, load: WorkerLoad) -> None:
         """Gauges of pages and sequences, and the preemptions since the last load."""

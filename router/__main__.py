@@ -1,0 +1,117 @@
+"""`python -m pageferry.router --config FILE`: watches the workers, and serves gRPC and, with an http_port, HTTP."""
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
+
+from pageferry.core.config import Config
+from pageferry.core.errors import invalid
+from pageferry.core.model_files import load_config_of, resolve_model
+from pageferry.router.defaults import sampling_defaults
+from pageferry.router.frontend import Frontend, Telemetry
+from pageferry.router.http import build_app, serve_http
+from pageferry.router.service import InferenceServicer
+from pageferry.router.tokenizer import load_tokenizer
+from pageferry.router.workers import Fleet
+from pageferry.runtime.channels import open_channel
+from pageferry.runtime.logs import log
+from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.process import run_service
+from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.telemetry import configure_tracing
+from pageferry.runtime.trace_store import TraceReceiver, TraceStore
+from pageferry.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+
+# A prompt above its own limit should meet that limit's error, which names the field, and not the transport's.
+_MIN_MESSAGE_BYTES = 16 * 2**20
+_SERVER_DRAIN_S = 1.0  # for calls whose generation has ended already
+
+
+async def main(config: Config, stop: asyncio.Event) -> int:
+    """Serve until `stop`, then drain."""
+    log("starting", config=config.describe())
+    if not config.router.decode:
+        raise invalid("router.decode", config.router.decode, "must name at least one decode worker as host:port")
+    metrics = Metrics()
+    traces = TraceStore(config.telemetry.max_traces)
+    tracing = configure_tracing("pageferry-router", config.telemetry, local_exporter=traces)
+    try:
+        await _serve(config, stop, Telemetry(tracing.tracer, metrics, traces))
+    finally:
+        tracing.shutdown()
+    return 0
+
+
+async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry) -> None:
+    files = resolve_model(config.engine.model)
+    tokenizer = load_tokenizer(files)
+    if tokenizer.template.problem:
+        log("no_chat_template", level="warning", problem=tokenizer.template.problem)
+    fleet = Fleet(
+        config.router.prefill,
+        config.router.decode,
+        lambda address: open_channel(address, telemetry.tracer),
+        model=files.name,
+    )
+    frontend = Frontend(config, load_config_of(files), tokenizer, fleet, telemetry, sampling_defaults(files))
+    server_config = replace(config.server, max_message_bytes=max(config.server.max_message_bytes, _MIN_MESSAGE_BYTES))
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(GrpcServer(server_config, telemetry.tracer))
+        server.add(add_InferenceServiceServicer_to_server, InferenceServicer(frontend), "pageferry.v1.InferenceService")
+        if telemetry.traces is not None:
+            server.add(
+                add_TraceServiceServicer_to_server,
+                TraceReceiver(telemetry.traces),
+                "opentelemetry.proto.collector.trace.v1.TraceService",
+            )
+        port = await server.start()
+        stack.push_async_callback(fleet.close)
+        if config.telemetry.metrics_port:
+            telemetry.metrics.serve(config.server.host, config.telemetry.metrics_port)
+        log("listening", host=config.server.host, port=port, http_port=config.server.http_port, model=files.name)
+        await _run(config, stop, server, frontend, fleet, telemetry)
+
+
+async def _run(
+    config: Config, stop: asyncio.Event, server: GrpcServer, frontend: Frontend, fleet: Fleet, telemetry: Telemetry
+) -> None:
+    """Until `stop`, then drain; a part that fails ends all."""
+    http_stop = asyncio.Event()
+    try:
+        async with asyncio.TaskGroup() as parts:
+            readiness = parts.create_task(_follow_readiness(server, frontend, fleet))
+            if config.server.http_port:
+                app = build_app(frontend, telemetry.metrics.registry, max_body_bytes=_MIN_MESSAGE_BYTES)
+                parts.create_task(serve_http(app, config.server.host, config.server.http_port, http_stop))
+            fleet.start()
+            await stop.wait()
+            readiness.cancel()
+            await server.set_serving(False)
+            # First what both servers share: afterwards neither has a generation to wait for.
+            await frontend.drain(config.server.drain_grace_s)
+            http_stop.set()
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    await server.drain(_SERVER_DRAIN_S)
+
+
+async def _follow_readiness(server: GrpcServer, frontend: Frontend, fleet: Fleet) -> None:
+    """Keep the health service's answer true, and log its changes with the reasons."""
+    changed = asyncio.Event()
+    fleet.listeners.append(changed.set)
+    was_ready = False
+    while True:
+        await changed.wait()
+        changed.clear()
+        if frontend.ready != was_ready:
+            was_ready = frontend.ready
+            await server.set_serving(was_ready)
+            problems = {w.address: f"{w.state.value}: {w.reason}" for w in fleet.workers if not w.is_ready}
+            log("ready" if was_ready else "not_ready", level="info" if was_ready else "warning", workers=problems)
+
+
+if __name__ == "__main__":
+    sys.exit(run_service(main, name="router"))

@@ -1,0 +1,235 @@
+"""Whether a request can be served at all, and what it then asks of the workers: checked before any work is done."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pageferry.core.config import RouterConfig
+from pageferry.core.errors import (
+    FieldViolation,
+    InvalidArgumentError,
+    NotFoundError,
+    ResourceExhaustedError,
+    invalid,
+)
+from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.router.tokenizer import Tokenizer
+from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRequest
+from pageferry.v1.types_pb2 import SamplingParams as SamplingMessage, StopConditions
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARACTERS = 1024
+MAX_REQUEST_ID_CHARACTERS = 128
+# Texts above this are tokenised on another thread, so that the event loop's streams don't wait.
+_OFF_LOOP_BYTES = 8192
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What model and workers can take at present; None where no worker of the role is there."""
+
+    max_model_tokens: int
+    prefill_pool_tokens: int | None
+    decode_pool_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that is well formed and can fit."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop: StopParams
+    stop_strings: tuple[str, ...]
+    skip_special: bool
+    priority: int
+    tokenize_s: float
+
+
+class Admission:
+    """Checks requests against one model; `limits` is asked anew for each."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        config: RouterConfig,
+        limits: Callable[[], Limits],
+        defaults: Mapping[str, float],
+    ) -> None:
+        """`defaults` are the model's own for sampling fields that a request leaves out."""
+        self.model = model
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._config = config
+        self._limits = limits
+        self._defaults = defaults
+
+    async def admit(self, request: GenerateRequest) -> Admitted:
+        """Raises the error of the first thing that is wrong."""
+        self.check_model(request.model)
+        if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
+            length = f"{len(request.request_id)} characters"
+            raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
+        sampling = self._sampling(request.sampling)
+        self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
+        _check_stop_strings(request.stop_strings)
+        _check_counts(request.stop)
+        began = time.monotonic()
+        prompt_ids = await self._prompt_ids(request)
+        tokenize_s = time.monotonic() - began
+        return Admitted(
+            request_id=request.request_id or secrets.token_hex(8),
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            stop=self._stop(request.stop, len(prompt_ids)),
+            stop_strings=tuple(request.stop_strings),
+            skip_special=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
+            priority=request.priority,
+            tokenize_s=tokenize_s,
+        )
+
+    async def tokenize(self, request: TokenizeRequest) -> list[int]:
+        """Ids of the text, or of the rendered conversation; the same as `admit` would use."""
+        self.check_model(request.model)
+        match request.WhichOneof("input"):
+            case "text":
+                return await self._encode("text", request.text)
+            case "chat":
+                return await self._encode_chat(request.chat)
+            case _:
+                raise invalid("input", None, "must be text or chat")
+
+    def check_model(self, name: str) -> None:
+        if name not in ("", self.model):
+            raise NotFoundError(f"model {name!r} is not served, but {self.model!r} is", reason="MODEL_NOT_FOUND")
+
+    async def _prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        match request.WhichOneof("input"):
+            case "prompt":
+                ids = await self._encode("prompt", request.prompt)
+            case "chat":
+                ids = await self._encode_chat(request.chat)
+            case "token_ids":
+                ids = list(request.token_ids.ids)
+                self._check_ids("token_ids", ids)
+            case _:
+                raise invalid("input", None, "must be prompt, chat or token_ids")
+        if not ids:
+            raise invalid(str(request.WhichOneof("input")), "", "must hold at least one token")
+        return tuple(ids)
+
+    async def _encode(self, field: str, text: str, *, add_special: bool = True) -> list[int]:
+        if not text:
+            raise invalid(field, text, "must not be empty")
+        num_bytes = len(text.encode())
+        self._check_bytes(field, num_bytes)
+        if num_bytes <= _OFF_LOOP_BYTES:
+            return self._tokenizer.encode(text, add_special=add_special)
+        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
+
+    async def _encode_chat(self, chat: ChatMessages) -> list[int]:
+        if not chat.messages:
+            raise invalid("chat.messages", [], "must hold at least one message")
+        self._check_bytes("chat", sum(len(message.content.encode()) for message in chat.messages))
+        for index, message in enumerate(chat.messages):
+            if not message.role:
+                raise invalid(f"chat.messages[{index}].role", "", "must not be empty")
+        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
+        if self._config.normalise_system:
+            _normalise_system(messages)
+        rendered = self._tokenizer.apply_chat_template(messages)
+        return await self._encode("chat", rendered, add_special=False)
+
+    def _check_bytes(self, field: str, num_bytes: int) -> None:
+        if num_bytes > self._config.max_prompt_bytes:
+            description = f"is {num_bytes} bytes, the limit is {self._config.max_prompt_bytes}"
+            raise ResourceExhaustedError(
+                f"{field} {description}", reason="PROMPT_TOO_LARGE", violations=(FieldViolation(field, description),)
+            )
+
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
+        wrong = next((id_ for id_ in ids if not 0 <= id_ < self._vocab_size), None)
+        if wrong is not None:
+            raise invalid(field, wrong, f"must be token ids from 0 to {self._vocab_size - 1}")
+
+    def _sampling(self, message: SamplingMessage) -> SamplingParams:
+        given = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
+        values = {"seed": secrets.randbits(64), **self._defaults, **given}
+        return SamplingParams(**values, num_logprobs=message.logprobs if message.HasField("logprobs") else None)
+
+    def _stop(self, stop: StopConditions, num_prompt: int) -> StopParams:
+        most = self._most_tokens(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None)
+        stop_token_ids = frozenset(stop.stop_token_ids)
+        if not stop.ignore_eos:
+            stop_token_ids |= frozenset(self._tokenizer.eos_ids)
+        return StopParams(most, stop.min_tokens, stop_token_ids)
+
+    def _most_tokens(self, num_prompt: int, max_tokens: int | None) -> int:
+        """`max_tokens`, or where it is absent what fits; raises InvalidArgumentError where it can never fit."""
+        limits = self._limits()
+        wanted = max_tokens or 1
+        if num_prompt + wanted > limits.max_model_tokens:
+            raise _too_long(
+                num_prompt, max_tokens, f"the model takes {limits.max_model_tokens} of both together", "TOO_LONG"
+            )
+        prefill_tokens, decode_tokens = limits.prefill_pool_tokens, limits.decode_pool_tokens
+        if prefill_tokens is not None and num_prompt > prefill_tokens:
+            raise _too_long(
+                num_prompt, max_tokens, f"the largest prefill worker's pages hold {prefill_tokens}", "EXCEEDS_POOL"
+            )
+        # The last token's keys and values are never stored; and a single token needs no decode worker.
+        stored = num_prompt + wanted - 1
+        is_decoded = max_tokens != 1 or prefill_tokens is None
+        if is_decoded and decode_tokens is not None and stored > decode_tokens:
+            limit = f"the largest decode worker's pages hold {decode_tokens} of both together"
+            raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_POOL")
+        if max_tokens is not None:
+            return max_tokens
+        room = limits.max_model_tokens - num_prompt
+        return room if decode_tokens is None else min(room, decode_tokens - num_prompt + 1)
+
+
+def _too_long(num_prompt: int, max_tokens: int | None, limit: str, reason: str) -> InvalidArgumentError:
+    counts = f"the prompt has {num_prompt} tokens"
+    if max_tokens is not None:
+        counts += f" and max_tokens is {max_tokens}, together {num_prompt + max_tokens}"
+    message = f"{counts}; {limit}"
+    return InvalidArgumentError(message, reason=reason, violations=(FieldViolation("stop.max_tokens", message),))
+
+
+def _check_stop_strings(stop_strings: Sequence[str]) -> None:
+    if len(stop_strings) > MAX_STOP_STRINGS:
+        raise invalid("stop_strings", f"{len(stop_strings)} strings", f"must be at most {MAX_STOP_STRINGS}")
+    for index, stop in enumerate(stop_strings):
+        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARACTERS:
+            limit = f"must be 1 to {MAX_STOP_STRING_CHARACTERS} characters"
+            raise invalid(f"stop_strings[{index}]", f"{len(stop)} characters", limit)
+
+
+def _check_counts(stop: StopConditions) -> None:
+    """What is wrong with the numbers themselves, before it is known how long the prompt is."""
+    if stop.HasField("max_tokens"):
+        StopParams(stop.max_tokens, stop.min_tokens)
+
+
+def _normalise_system(messages: list[dict[str, str]]) -> None:
+    """Even out system prompts that differ in outer whitespace or line ends only, so that they share pages."""
+    for message in messages:
+        if message["role"] == "system":
+            message["content"] = message["content"].replace("\r\n", "\n").replace("\r", "\n").strip()

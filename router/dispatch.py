@@ -1,0 +1,237 @@
+"""Late dispatch: requests wait in the router's queue until the policy says that workers can take them."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pageferry.core.errors import DeadlineExceededError, PageferryError, UnavailableError
+from pageferry.core.prefix import page_hashes
+from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, choose
+from pageferry.router.queue import RequestQueue, Waiting
+from pageferry.router.view import Dispatched
+from pageferry.router.workers import Fleet, Role, Worker
+
+RETRY_AFTER_MS = 1000  # once no worker is there
+
+
+@dataclass(slots=True, eq=False)
+class Grant:
+    """Leave to send a request to the route's workers; counted against them until `release`."""
+
+    route: Route
+    prefill: Worker | None
+    decode: Worker | None
+    waited_s: float
+    decided_s: float  # what choosing took
+    prefill_work: Dispatched | None = None
+    decode_work: Dispatched | None = None
+
+    def release(self) -> None:
+        """The work is over, or was never begun; idempotent."""
+        for worker, work in ((self.prefill, self.prefill_work), (self.decode, self.decode_work)):
+            if worker is not None and work is not None:
+                worker.view.forget(work)
+
+
+@dataclass(slots=True, eq=False)
+class Ask:
+    """A request as far as choosing workers goes; changed between tries by its owner."""
+
+    token_ids: list[int]  # prompt, then what was generated before a retry
+    demand: Demand
+    excluded: set[str] = field(default_factory=set)  # prefill workers that failed it
+    hashes: dict[bytes, list[bytes]] = field(default_factory=dict)  # by layout, as far as computed
+    granted: "asyncio.Future[Grant] | None" = None
+    enqueued: float = 0.0
+
+    def cached_tokens(self, worker: Worker) -> int:
+        """How many of its tokens the worker has in its cache and would not compute, or be sent, again."""
+        layout = worker.view.layout
+        assert layout is not None, "a ready worker has a layout"
+        key = layout.cache_key()
+        hashes = self.hashes.get(key, [])
+        if len(hashes) < len(self.token_ids) // layout.page_size:
+            hashes = page_hashes(self.token_ids, layout.page_size, salt="", layout_key=key, known=hashes)
+            self.hashes[key] = hashes
+        whole_pages = (len(self.token_ids) - 1) // layout.page_size * layout.page_size
+        return min(worker.view.cached_tokens(hashes), whole_pages)
+
+
+class Dispatcher:
+    """Owns the queue. It looks at the queue again after each change, and never otherwise."""
+
+    def __init__(
+        self, fleet: Fleet, settings: Settings, *, max_queue: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._fleet = fleet
+        self._settings = settings
+        self._queue: RequestQueue[Ask] = RequestQueue(max_queue)
+        self._clock = clock
+        fleet.listeners.append(self.pump)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def enqueue(self, ask: Ask, *, priority: int, deadline: float | None) -> Waiting[Ask]:
+        """The caller owes `abandon`.
+
+        Raises UnavailableError where no worker could ever take it, ResourceExhaustedError where the queue is full.
+        """
+        hopeless = self._why_hopeless(ask)
+        if hopeless is not None:
+            raise hopeless
+        waiting = self._queue.add(ask, priority=priority, deadline=deadline)
+        self._begin(ask)
+        return waiting
+
+    def put_back(self, waiting: Waiting[Ask]) -> None:
+        """Let a request that was granted wait again, in its old place."""
+        self._queue.put_back(waiting)
+        self._begin(waiting.item)
+
+    async def wait(self, waiting: Waiting[Ask]) -> Grant:
+        """Until the request may go.
+
+        Raises DeadlineExceededError, or UnavailableError once no worker can take it any more.
+        """
+        granted = waiting.item.granted
+        assert granted is not None, "it is in the queue"
+        left_s = None if waiting.deadline is None else max(0.0, waiting.deadline - self._clock())
+        try:
+            async with asyncio.timeout(left_s):
+                return await granted
+        except TimeoutError:
+            raise self._late(waiting) from None
+
+    def abandon(self, waiting: Waiting[Ask]) -> None:
+        """The request is over: it waits no more, and what was granted is given back; idempotent."""
+        self._queue.remove(waiting)
+        granted = waiting.item.granted
+        if granted is None or granted.cancel() or granted.cancelled() or granted.exception() is not None:
+            return
+        granted.result().release()
+        self.pump()
+
+    def fail(self, waiting: Waiting[Ask], error: PageferryError) -> None:
+        """End a request's wait with an error, if it waits."""
+        if self._queue.remove(waiting):
+            _fail(waiting, error)
+
+    def pump(self) -> None:
+        """Send off the first of the queue for as long as workers can take it."""
+        now = self._clock()
+        for late in self._queue.expire(now):
+            _fail(late, self._late(late))
+        while (waiting := self._queue.first()) is not None:
+            hopeless = self._why_hopeless(waiting.item)
+            if hopeless is not None:
+                self._queue.remove(waiting)
+                _fail(waiting, hopeless)
+                continue
+            grant = self._grant(waiting.item, now)
+            if grant is None:
+                return
+            self._queue.remove(waiting)
+            granted = waiting.item.granted
+            assert granted is not None, "it is in the queue"
+            if granted.done():  # its owner has gone
+                grant.release()
+            else:
+                granted.set_result(grant)
+
+    def _begin(self, ask: Ask) -> None:
+        ask.granted = asyncio.get_running_loop().create_future()
+        ask.enqueued = self._clock()
+        self.pump()
+
+    def _why_hopeless(self, ask: Ask) -> UnavailableError | None:
+        demand = ask.demand
+        if demand.one_token and not demand.local_only and self._prefills(ask):
+            return None
+        reason = self._fleet.why_hopeless()
+        return UnavailableError(reason, reason="NO_WORKER", retry_after_ms=RETRY_AFTER_MS) if reason else None
+
+    def _late(self, waiting: Waiting[Ask]) -> DeadlineExceededError:
+        waited_ms = (self._clock() - waiting.item.enqueued) * 1000
+        return DeadlineExceededError(
+            f"the deadline passed after {waited_ms:.0f} ms in the router's queue", reason="DEADLINE_IN_QUEUE"
+        )
+
+    def _prefills(self, ask: Ask) -> list[Worker]:
+        return [worker for worker in self._fleet.ready(Role.PREFILL) if worker.address not in ask.excluded]
+
+    def _grant(self, ask: Ask, now: float) -> Grant | None:
+        prefills = self._prefills(ask)
+        decodes = [worker for worker in self._fleet.ready(Role.DECODE) if not worker.view.refusing]
+        began = self._clock()
+        route = choose(
+            ask.demand,
+            [prefill_state(worker, ask.cached_tokens(worker)) for worker in prefills],
+            [decode_state(worker, ask.cached_tokens(worker)) for worker in decodes],
+            self._settings,
+        )
+        if route is None:
+            return None
+        by_address = {worker.address: worker for worker in (*prefills, *decodes)}
+        grant = Grant(
+            route,
+            by_address[route.prefill] if route.prefill else None,
+            by_address[route.decode] if route.decode else None,
+            waited_s=now - ask.enqueued,
+            decided_s=self._clock() - began,
+        )
+        num_tokens = ask.demand.num_tokens
+        if grant.prefill is not None:
+            grant.prefill_work = grant.prefill.view.dispatch(num_tokens - ask.cached_tokens(grant.prefill), 0)
+        if grant.decode is not None:
+            layout = grant.decode.view.layout
+            assert layout is not None, "a ready worker has a layout"
+            uncached = num_tokens - ask.cached_tokens(grant.decode)
+            num_pages = layout.num_pages(uncached) + self._settings.headroom_pages
+            grant.decode_work = grant.decode.view.dispatch(uncached if grant.prefill is None else 0, num_pages)
+        return grant
+
+
+def _fail(waiting: Waiting[Ask], error: PageferryError) -> None:
+    granted = waiting.item.granted
+    if granted is not None and not granted.done():
+        granted.set_exception(error)
+
+
+def prefill_state(worker: Worker, cached_tokens: int) -> PrefillState:
+    """The worker as the policy sees it: its last report and what was sent since. One that refuses seems full."""
+    view = worker.view
+    assert view.layout is not None and view.snapshot is not None, "a ready worker has been seen"
+    return PrefillState(
+        address=worker.address,
+        layout=view.layout,
+        num_waiting=view.load.waiting + len(view.uncounted),
+        queued_tokens=view.load.queued_prompt_tokens + sum(work.num_tokens for work in view.uncounted),
+        tokens_per_s=view.load.prefill_tokens_per_s,
+        chunk_tokens=view.snapshot.chunk_tokens,
+        cached_tokens=cached_tokens,
+        refuses=view.refusing,
+    )
+
+
+def decode_state(worker: Worker, cached_tokens: int) -> DecodeState:
+    view, load = worker.view, worker.view.load
+    assert view.layout is not None and view.snapshot is not None, "a ready worker has been seen"
+    return DecodeState(
+        address=worker.address,
+        layout=view.layout,
+        num_active=load.running + load.waiting + load.tickets + len(view.uncounted),
+        max_num_seqs=view.snapshot.max_num_seqs,
+        available_pages=load.pages_free + load.pages_cached - sum(work.num_pages for work in view.uncounted),
+        queued_tokens=load.queued_prompt_tokens + sum(work.num_tokens for work in view.uncounted),
+        tokens_per_s=load.prefill_tokens_per_s,
+        cached_tokens=cached_tokens,
+    )
+
+
+def capacity_tokens(workers: Sequence[Worker]) -> int | None:
+    """Tokens that the largest pool of the workers holds; None without a worker."""
+    sizes = [worker.view.load.pages_total * worker.view.layout.page_size for worker in workers if worker.view.layout]
+    return max(sizes, default=None)

@@ -1,0 +1,228 @@
+"""What the router offers, whoever asks: the gRPC service and the HTTP gateway both call this."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, Tracer, format_trace_id, set_span_in_context
+
+from pageferry.core.config import Config
+from pageferry.core.errors import (
+    AlreadyExistsError,
+    CancelledError,
+    DeadlineExceededError,
+    InternalError,
+    NotFoundError,
+    PageferryError,
+    UnavailableError,
+)
+from pageferry.core.model_config import ModelConfig
+from pageferry.router.admission import Admission, Limits
+from pageferry.router.detokenize import TextStream
+from pageferry.router.dispatch import Dispatcher, capacity_tokens
+from pageferry.router.policy import Settings
+from pageferry.router.request import Generation, Serving
+from pageferry.router.request_span import attributes_at_start, describe_request, describe_usage, set_outcome
+from pageferry.router.timings import Timeline
+from pageferry.router.tokenizer import Tokenizer
+from pageferry.router.workers import Fleet, Role
+from pageferry.runtime.logs import log
+from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.trace_store import REQUEST_SPAN, TraceStore
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.types_pb2 import FinishReason
+
+Events = AsyncGenerator[pb.GenerateResponse, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Where the router's observations go; `traces` is None where a collector keeps the spans."""
+
+    tracer: Tracer
+    metrics: Metrics
+    traces: TraceStore | None = None
+
+
+class Frontend:
+    """Serves one model over the workers of a fleet, which the caller starts and closes."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        fleet: Fleet,
+        telemetry: Telemetry,
+        sampling_defaults: Mapping[str, float] | None = None,
+    ) -> None:
+        """`sampling_defaults` are the model's own for what a request leaves out."""
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._model = model
+        self._tokenizer = tokenizer
+        self._own_limit = min(model.max_positions, config.engine.max_model_tokens or model.max_positions)
+        settings = Settings(config.router.local_prefill_tokens, config.scheduler.headroom_pages)
+        self._dispatcher = Dispatcher(fleet, settings, max_queue=config.router.max_queue)
+        self._serving = Serving(
+            fleet, self._dispatcher, telemetry.metrics, telemetry.tracer, config.router.prefill_retries
+        )
+        self._admission = Admission(
+            model.name,
+            tokenizer,
+            vocab_size=model.vocab_size,
+            config=config.router,
+            limits=self._limits,
+            defaults=sampling_defaults or {},
+        )
+        self._live: dict[str, Generation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests can be served now."""
+        return self._fleet.is_ready and not self._draining
+
+    async def generate(self, request: pb.GenerateRequest, *, deadline: float | None, parent: Context | None) -> Events:
+        """Started, deltas, then Finished; or it raises a PageferryError.
+
+        `deadline` is a time of `time.monotonic()`; `parent` is the context of the caller's span. The caller closes the
+        generator (`contextlib.aclosing`): closing it early ends everything that was begun.
+        """
+        timeline = Timeline(time.monotonic())
+        attributes = attributes_at_start(request, self._model.name)
+        span = self._telemetry.tracer.start_span(REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes)
+        outcome: FinishReason | PageferryError | None = None
+        try:
+            async with aclosing(self._generate(request, deadline, timeline, span)) as events:
+                async for event in events:
+                    if event.HasField("finished"):
+                        outcome = event.finished.reason
+                    yield event
+        except PageferryError as error:
+            outcome = error
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = outcome or _why_left(deadline)
+            raise
+        finally:
+            self._end(span, timeline, outcome or InternalError("the request failed", reason="FAILED"))
+
+    async def _generate(
+        self, request: pb.GenerateRequest, deadline: float | None, timeline: Timeline, span: Span
+    ) -> Events:
+        if self._draining:
+            raise UnavailableError("the router is draining", reason="DRAINING")
+        admitted = await self._admission.admit(request)
+        timeline.tokenize_s = admitted.tokenize_s
+        describe_request(span, admitted)
+        if admitted.request_id in self._live:
+            raise AlreadyExistsError(f"request_id {admitted.request_id!r} is live", reason="REQUEST_ID_LIVE")
+        text = TextStream(
+            self._tokenizer.pieces,
+            admitted.stop_strings,
+            skip_special=admitted.skip_special,
+            min_tokens=admitted.stop.min_tokens,
+        )
+        generation = Generation(self._serving, admitted, text, timeline, set_span_in_context(span))
+        started = pb.Started(
+            request_id=admitted.request_id,
+            trace_id=format_trace_id(span.get_span_context().trace_id),
+            model=self._model.name,
+            prompt_tokens=len(admitted.prompt_ids),
+        )
+        self._live[admitted.request_id] = generation
+        self._idle.clear()
+        try:
+            async with aclosing(generation.events(started, deadline)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            del self._live[admitted.request_id]
+            if not self._live:
+                self._idle.set()
+            usage = generation.usage
+            describe_usage(span, usage)
+            self._telemetry.metrics.count_tokens(
+                prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
+            )
+
+    def _end(self, span: Span, timeline: Timeline, outcome: FinishReason | PageferryError) -> None:
+        now = time.monotonic()
+        timeline.describe(span, now)
+        name = set_outcome(span, outcome)
+        span.end()
+        self._telemetry.metrics.count_request(name)
+        if not isinstance(outcome, PageferryError):
+            self._telemetry.metrics.request_s.observe(now - timeline.arrival)
+
+    def _limits(self) -> Limits:
+        decodes = self._fleet.ready(Role.DECODE)
+        told = [worker.view.snapshot.max_model_tokens for worker in decodes if worker.view.snapshot is not None]
+        return Limits(
+            min(self._own_limit, max(told, default=self._own_limit)),
+            capacity_tokens(self._fleet.ready(Role.PREFILL)),
+            capacity_tokens(decodes),
+        )
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        ids = await self._admission.tokenize(request)
+        return pb.TokenizeResponse(ids=ids, pieces=[self._tokenizer.piece(id_) for id_ in ids])
+
+    def token_text(self, token_id: int) -> str:
+        """A token's own text; special ones are shown."""
+        return self._tokenizer.piece(token_id)
+
+    def list_models(self) -> pb.ListModelsResponse:
+        model = pb.Model(
+            name=self._model.name,
+            max_model_tokens=self._limits().max_model_tokens,
+            vocab_size=self._model.vocab_size,
+            ready=self.ready,
+        )
+        return pb.ListModelsResponse(models=[model])
+
+    def get_status(self) -> pb.GetStatusResponse:
+        return pb.GetStatusResponse(
+            workers=[worker.status() for worker in self._fleet.workers],
+            queued=self._dispatcher.num_queued,
+            running=len(self._live) - self._dispatcher.num_queued,
+        )
+
+    def get_trace(self, request: pb.GetTraceRequest) -> pb.GetTraceResponse:
+        traces = self._telemetry.traces
+        if traces is None:
+            raise NotFoundError("traces go to a collector; none is kept here", reason="NO_TRACE_STORE")
+        trace_id = traces.find(request.id)
+        return pb.GetTraceResponse(trace_id=trace_id, traces_data=traces.get(trace_id))
+
+    async def drain(self, grace_s: float) -> int:
+        """Take nothing more, let live requests end, and end what still lives after `grace_s` with UnavailableError.
+
+        Returns how many were ended.
+        """
+        self._draining = True
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+            return 0
+        except TimeoutError:
+            pass
+        overdue = list(self._live.values())
+        error = UnavailableError(f"the router drains, and its grace of {grace_s:g} s is over", reason="DRAINED")
+        for generation in overdue:
+            generation.end(error)
+        log("requests_ended_by_drain", requests=len(overdue))
+        return len(overdue)
+
+
+def _why_left(deadline: float | None) -> PageferryError:
+    """Why the caller stopped listening, as far as can be told."""
+    if deadline is not None and deadline <= time.monotonic():
+        return DeadlineExceededError("the caller's deadline passed")
+    return CancelledError("the caller went away")

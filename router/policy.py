@@ -1,0 +1,214 @@
+"""Which workers a request goes to: pure functions over what is known of the workers at one moment.
+
+A decode worker is chosen first, by the share of its free pages and of its slots that the request would take. Among the
+prefill workers with an equal page layout the one with the lowest predicted time to first token is taken. The decode
+worker computes the prompt itself where that is short, or predicted to be much faster, or where nobody else can.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pageferry.core.layout import PageLayout
+
+DEFAULT_TOKENS_PER_S = 500.0  # of a prefill worker that has not measured its speed yet
+# A decode worker's streams all stall while it computes a prompt, so it must be this much faster than the alternative.
+LOCAL_ADVANTAGE = 2.0
+
+
+class Source(Enum):
+    """Who computes the prompt, and who generates after its first token."""
+
+    PUSHED = "pushed"  # a prefill worker, which hands over to a decode worker
+    LOCAL = "local"  # the decode worker, all of it
+    PREFILL_ONLY = "prefill_only"  # a prefill worker; one token is all that is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request needs. `num_tokens` is prompt plus tokens that were generated before a retry."""
+
+    num_tokens: int
+    one_token: bool = False  # one more is all that is asked for
+    local_only: bool = False  # no prefill worker can help any more
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillState:
+    """A usable prefill worker: its last load report and what was sent to it since."""
+
+    address: str
+    layout: PageLayout
+    num_waiting: int
+    queued_tokens: int
+    tokens_per_s: float  # 0: unknown
+    chunk_tokens: int
+    cached_tokens: int  # of this request's
+    refuses: bool = False  # it has no room until its next load report
+
+    def ttft_s(self, demand: Demand) -> float:
+        """Predicted seconds to the first token."""
+        uncached = demand.num_tokens - self.cached_tokens
+        return (self.queued_tokens + uncached) / (self.tokens_per_s or DEFAULT_TOKENS_PER_S)
+
+    def has_little_queued(self, demand: Demand) -> bool:
+        """Whether one more only hides the way there: nothing waits, or two steps compute all of it."""
+        uncached = demand.num_tokens - self.cached_tokens
+        if self.refuses:
+            return False
+        return self.num_waiting == 0 or self.queued_tokens + uncached <= 2 * self.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeState:
+    """A usable decode worker: its last load report and what was sent to it since."""
+
+    address: str
+    layout: PageLayout
+    num_active: int  # sequences that hold a slot or wait for one
+    max_num_seqs: int
+    available_pages: int
+    queued_tokens: int
+    tokens_per_s: float  # of prompts; 0: unknown
+    cached_tokens: int  # of this request's
+
+    def needed_pages(self, demand: Demand, headroom_pages: int) -> int:
+        cached_pages = self.cached_tokens // self.layout.page_size
+        return self.layout.num_pages(demand.num_tokens) + headroom_pages - cached_pages
+
+    def has_room(self, demand: Demand, headroom_pages: int) -> bool:
+        has_slot = self.num_active < self.max_num_seqs
+        return has_slot and self.needed_pages(demand, headroom_pages) <= self.available_pages
+
+    def load_score(self, demand: Demand, headroom_pages: int) -> float:
+        """Share of the free pages plus share of the slots in use; lower is better."""
+        pages = self.needed_pages(demand, headroom_pages) / max(1, self.available_pages)
+        return pages + self.num_active / max(1, self.max_num_seqs)
+
+    def ttft_s(self, demand: Demand) -> float | None:
+        """Predicted seconds to the first token if it computes the prompt; None while its speed is unknown."""
+        if not self.tokens_per_s:
+            return None
+        return (self.queued_tokens + demand.num_tokens - self.cached_tokens) / self.tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    local_prefill_tokens: int
+    headroom_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where a request goes, and why; `attributes` are those of its span."""
+
+    source: Source
+    prefill: str | None
+    decode: str | None
+    attributes: dict[str, str | float | int] = field(default_factory=dict)
+
+
+def choose(
+    demand: Demand, prefills: Sequence[PrefillState], decodes: Sequence[DecodeState], settings: Settings
+) -> Route | None:
+    """The route, or None where the request had better wait for a change of load."""
+    if demand.one_token and prefills and not demand.local_only:
+        prefill = _best_prefill(demand, prefills)
+        return _only(prefill, demand) if prefill is not None else None
+    for decode in _by_load(demand, decodes, settings):
+        partners = [] if demand.local_only else [prefill for prefill in prefills if prefill.layout == decode.layout]
+        route = _with(decode, partners, demand, settings)
+        if route is not None:
+            return route
+    return None
+
+
+def _only(prefill: PrefillState, demand: Demand) -> Route:
+    attributes = {"pageferry.route.reason": "one token is asked for", **_prefill_attributes(prefill, demand)}
+    return Route(Source.PREFILL_ONLY, prefill.address, None, attributes)
+
+
+def _by_load(demand: Demand, decodes: Iterable[DecodeState], settings: Settings) -> list[DecodeState]:
+    with_room = [decode for decode in decodes if decode.has_room(demand, settings.headroom_pages)]
+    return sorted(
+        with_room,
+        key=lambda decode: (
+            decode.load_score(demand, settings.headroom_pages),
+            decode.num_active,
+            -decode.available_pages,
+            decode.address,
+        ),
+    )
+
+
+def _best_prefill(demand: Demand, prefills: Iterable[PrefillState]) -> PrefillState | None:
+    """The one with the lowest predicted time of those with little queued; None where all have enough to do."""
+    ready = [prefill for prefill in prefills if prefill.has_little_queued(demand)]
+    return min(ready, key=lambda p: (p.ttft_s(demand), p.num_waiting, p.address), default=None)
+
+
+def _with(decode: DecodeState, partners: Sequence[PrefillState], demand: Demand, settings: Settings) -> Route | None:
+    """The route over this decode worker; None where waiting for a prefill worker is better."""
+    local_s = decode.ttft_s(demand)
+    # The alternative is the fastest prefill worker, whether or not it takes another request just now.
+    fastest = min(partners, key=lambda prefill: (prefill.ttft_s(demand), prefill.address), default=None)
+    reason = _why_local(decode, fastest, demand, settings)
+    if reason:
+        attributes = {"pageferry.route.reason": reason, **_decode_attributes(decode, demand, settings)}
+        if fastest is not None:
+            attributes |= {
+                "pageferry.route.alternative": Source.PUSHED.value,
+                "pageferry.route.alternative_prefill": fastest.address,
+                "pageferry.route.alternative_ttft_ms": fastest.ttft_s(demand) * 1000,
+            }
+        return Route(Source.LOCAL, None, decode.address, attributes)
+    prefill = _best_prefill(demand, partners)
+    if prefill is None:
+        return None
+    attributes = {
+        "pageferry.route.reason": "lowest predicted time to first token",
+        **_prefill_attributes(prefill, demand),
+        **_decode_attributes(decode, demand, settings),
+        "pageferry.route.alternative": Source.LOCAL.value,
+    }
+    if local_s is not None:
+        attributes["pageferry.route.alternative_ttft_ms"] = local_s * 1000
+    return Route(Source.PUSHED, prefill.address, decode.address, attributes)
+
+
+def _why_local(decode: DecodeState, fastest: PrefillState | None, demand: Demand, settings: Settings) -> str:
+    """Why the decode worker computes the prompt itself; empty where it should not."""
+    if demand.local_only:
+        return "prefill workers have failed"
+    if fastest is None:
+        return "no prefill worker is usable"
+    uncached = demand.num_tokens - decode.cached_tokens
+    if uncached <= settings.local_prefill_tokens:
+        return f"{uncached} uncached tokens are at most {settings.local_prefill_tokens}"
+    local_s = decode.ttft_s(demand)
+    if local_s is not None and local_s * LOCAL_ADVANTAGE < fastest.ttft_s(demand):
+        return "predicted to be faster"
+    return ""
+
+
+def _prefill_attributes(prefill: PrefillState, demand: Demand) -> dict[str, str | float | int]:
+    return {
+        "pageferry.route.prefill": prefill.address,
+        "pageferry.route.prefill_ttft_ms": prefill.ttft_s(demand) * 1000,
+        "pageferry.route.prefill_queued_tokens": prefill.queued_tokens,
+        "pageferry.route.prefill_cached_tokens": prefill.cached_tokens,
+    }
+
+
+def _decode_attributes(decode: DecodeState, demand: Demand, settings: Settings) -> dict[str, str | float | int]:
+    attributes: dict[str, str | float | int] = {
+        "pageferry.route.decode": decode.address,
+        "pageferry.route.decode_score": decode.load_score(demand, settings.headroom_pages),
+        "pageferry.route.decode_active": decode.num_active,
+        "pageferry.route.decode_available_pages": decode.available_pages,
+        "pageferry.route.decode_cached_tokens": decode.cached_tokens,
+    }
+    local_s = decode.ttft_s(demand)
+    if local_s is not None:
+        attributes["pageferry.route.decode_ttft_ms"] = local_s * 1000
+    return attributes

@@ -1,0 +1,221 @@
+"""The life of one admitted request: queue, workers, retries, text; one stream of events with exactly one end."""
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Tracer, get_current_span, use_span
+
+from pageferry.core.errors import InternalError, PageferryError, UnavailableError
+from pageferry.router.admission import Admitted
+from pageferry.router.attempt import Attempt, PrefillFailedError, RefusedError, Tokens
+from pageferry.router.detokenize import TextStream
+from pageferry.router.dispatch import Ask, Dispatcher, Grant
+from pageferry.router.policy import Demand
+from pageferry.router.queue import Waiting
+from pageferry.router.timings import Timeline
+from pageferry.router.workers import Fleet, Role
+from pageferry.runtime.convert import sampling_to_proto, stop_to_proto
+from pageferry.runtime.logs import log
+from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.telemetry import record_span
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Usage, WorkItem
+
+Events = AsyncGenerator[pb.GenerateResponse, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What all requests share."""
+
+    fleet: Fleet
+    dispatcher: Dispatcher
+    metrics: Metrics
+    tracer: Tracer
+    prefill_retries: int
+
+
+class Generation:
+    """Use `events` once, and close it: that ends everything that was begun for the request."""
+
+    def __init__(
+        self, serving: Serving, admitted: Admitted, text: TextStream, timeline: Timeline, context: Context
+    ) -> None:
+        """`context` holds the request's own span."""
+        self.finish: FinishReason = FINISH_REASON_UNSPECIFIED
+        self._serving = serving
+        self._admitted = admitted
+        self._text = text
+        self._timeline = timeline
+        self._span = get_current_span(context)
+        self._context = context
+        self._output_ids: list[int] = []
+        self._num_tries = 0
+        self._retries_left = serving.prefill_retries
+        self._failure: PrefillFailedError | None = None  # the last one
+        self._waiting: Waiting[Ask] | None = None
+        self._current: Attempt | None = None
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self._admitted.prompt_ids),
+            completion_tokens=self._text.num_tokens,
+            cached_tokens=self._timeline.cached_tokens,
+        )
+
+    async def events(self, started: pb.Started, deadline: float | None) -> Events:
+        """`started`, then deltas, then Finished; or it raises the PageferryError that ends the request."""
+        ask = Ask(list(self._admitted.prompt_ids), self._demand())
+        dispatcher = self._serving.dispatcher
+        waiting = self._waiting = dispatcher.enqueue(ask, priority=self._admitted.priority, deadline=deadline)
+        try:
+            yield pb.GenerateResponse(started=started)
+            async with aclosing(self._tokens(waiting)) as batches:
+                async for batch in batches:
+                    yield pb.GenerateResponse(delta=self._delta(batch))
+                    if self._text.matched_stop is not None:
+                        self.finish = FINISH_REASON_STOP
+                        break
+        finally:
+            dispatcher.abandon(waiting)
+        tail = self._text.finish()
+        if tail:
+            yield pb.GenerateResponse(delta=pb.Delta(text=tail))
+        yield pb.GenerateResponse(finished=self._finished())
+
+    def end(self, error: PageferryError) -> None:
+        """Make `events` raise the error at the next chance."""
+        if self._waiting is not None:
+            self._serving.dispatcher.fail(self._waiting, error)
+        if self._current is not None:
+            self._current.end(error)
+
+    def _demand(self, *, local_only: bool = False) -> Demand:
+        num_left = self._admitted.stop.max_tokens - len(self._output_ids)
+        num_tokens = len(self._admitted.prompt_ids) + len(self._output_ids)
+        return Demand(num_tokens, one_token=num_left == 1, local_only=local_only)
+
+    def _delta(self, batch: Tokens) -> pb.Delta:
+        before = self._text.num_tokens
+        text = self._text.push(token.token_id for token in batch)
+        return pb.Delta(text=text, tokens=batch[: self._text.num_tokens - before])
+
+    def _finished(self) -> pb.Finished:
+        return pb.Finished(
+            reason=self.finish,
+            matched_stop=self._text.matched_stop or "",
+            usage=self.usage,
+            timings=self._timeline.to_proto(time.monotonic()),
+            pages=self._timeline.pages,
+        )
+
+    async def _tokens(self, waiting: Waiting[Ask]) -> AsyncGenerator[Tokens, None]:
+        """New tokens in order, each once, over as many tries as it takes and is allowed."""
+        while True:
+            attempt = self._current = self._attempt(await self._granted(waiting), waiting.deadline)
+            try:
+                async with aclosing(attempt.tokens()) as batches:
+                    async for batch in batches:
+                        fresh = self._fresh(batch)
+                        if fresh:
+                            yield fresh
+                self.finish = attempt.finish
+                return
+            except RefusedError as refusal:
+                refusal.worker.view.refusing = True
+                self._span.add_event("pageferry.refused", {"worker": refusal.worker.address, "reason": str(refusal)})
+            except PrefillFailedError as failure:
+                self._plan_retry(failure, waiting.item)
+            except UnavailableError as error:
+                raise self._with_cause(error) from error
+            self._serving.dispatcher.put_back(waiting)
+
+    async def _granted(self, waiting: Waiting[Ask]) -> Grant:
+        """Wait in the queue; both the wait and the choice become spans."""
+        began_ns = time.time_ns()
+        try:
+            grant = await self._serving.dispatcher.wait(waiting)
+        except UnavailableError as error:
+            raise self._with_cause(error) from error
+        finally:
+            ended_ns = time.time_ns()
+            record_span(self._serving.tracer, "queue", self._context, began_ns, ended_ns, {})
+        self._timeline.queue_s += grant.waited_s
+        attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
+        decided_ns = ended_ns - round(grant.decided_s * 1e9)
+        record_span(self._serving.tracer, "route", self._context, decided_ns, ended_ns, attributes)
+        return grant
+
+    def _attempt(self, grant: Grant, deadline: float | None) -> Attempt:
+        self._num_tries += 1
+        admitted = self._admitted
+        # A worker may still be ending the try before, under the id that it had.
+        suffix = f".{self._num_tries}" if self._num_tries > 1 else ""
+        work = WorkItem(
+            request_id=admitted.request_id + suffix,
+            prompt_ids=admitted.prompt_ids,
+            output_ids=self._output_ids,
+            sampling=sampling_to_proto(admitted.sampling),
+            stop=stop_to_proto(admitted.stop),
+            priority=admitted.priority,
+        )
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        return Attempt(grant, work, self._timeline, timeout_s=timeout_s, in_context=self._in_context)
+
+    def _in_context(self) -> AbstractContextManager[object]:
+        return use_span(self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False)
+
+    def _fresh(self, batch: Tokens) -> Tokens:
+        """The batch without tokens that have come before."""
+        fresh = [token for token in batch if token.position >= len(self._output_ids)]
+        for position, token in enumerate(fresh, len(self._output_ids)):
+            if token.position != position:
+                raise InternalError(
+                    f"a worker sent position {token.position} where {position} comes next", reason="POSITION_GAP"
+                )
+        if fresh:
+            self._output_ids += [token.token_id for token in fresh]
+            gap_s = self._timeline.note_tokens(time.monotonic(), len(fresh))
+            if gap_s is None:
+                self._serving.metrics.ttft_s.observe(self._timeline.ttft_s)
+            else:
+                self._serving.metrics.itl_s.observe(gap_s)
+        return fresh
+
+    def _plan_retry(self, failure: PrefillFailedError, ask: Ask) -> None:
+        """Another prefill worker, else the decode worker alone, else the end with UnavailableError."""
+        self._failure = failure
+        ask.excluded.add(failure.worker.address)
+        others = [w for w in self._serving.fleet.ready(Role.PREFILL) if w.address not in ask.excluded]
+        if self._retries_left and others:
+            self._retries_left -= 1
+            step, local_only = "other_prefill", False
+        else:
+            step, local_only = "local", True
+        ask.demand = self._demand(local_only=local_only)
+        ask.token_ids = [*self._admitted.prompt_ids, *self._output_ids]
+        self._serving.metrics.count_prefill_failure(step)
+        facts = {
+            "worker": failure.worker.address,
+            "code": failure.error.code,
+            "reason": failure.error.reason,
+            "next": step,
+        }
+        self._span.add_event("pageferry.prefill_failed", facts)
+        self._span.set_attribute("pageferry.fallback", step)
+        log("prefill_failed", level="warning", request_id=self._admitted.request_id, failure=facts)
+
+    def _with_cause(self, error: PageferryError) -> PageferryError:
+        """The error, and why the prefill worker failed before it."""
+        if self._failure is None:
+            return error
+        cause = self._failure.error
+        return UnavailableError(
+            f"prefill worker {self._failure.worker.address} failed: {cause.message}; then {error.message}",
+            reason=cause.reason,
+            retry_after_ms=error.retry_after_ms,
+        )

@@ -1,0 +1,49 @@
+"""The InferenceService: the frontend behind gRPC."""
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from opentelemetry import context as otel_context
+
+from pageferry.router.frontend import Frontend
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.inference_pb2_grpc import InferenceServiceServicer
+
+
+class InferenceServicer(InferenceServiceServicer):
+    """Errors become statuses in the server's interceptor, which also gives the caller's trace context."""
+
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+
+    async def Generate(  # noqa: N802 - named by the contract
+        self, request: pb.GenerateRequest, context: Any
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        left_s = context.time_remaining()
+        deadline = None if left_s is None else time.monotonic() + left_s
+        parent = otel_context.get_current()
+        async with aclosing(self._frontend.generate(request, deadline=deadline, parent=parent)) as events:
+            async for event in events:
+                yield event
+
+    async def Tokenize(  # noqa: N802 - named by the contract
+        self, request: pb.TokenizeRequest, context: Any
+    ) -> pb.TokenizeResponse:
+        return await self._frontend.tokenize(request)
+
+    async def ListModels(  # noqa: N802 - named by the contract
+        self, request: pb.ListModelsRequest, context: Any
+    ) -> pb.ListModelsResponse:
+        return self._frontend.list_models()
+
+    async def GetStatus(  # noqa: N802 - named by the contract
+        self, request: pb.GetStatusRequest, context: Any
+    ) -> pb.GetStatusResponse:
+        return self._frontend.get_status()
+
+    async def GetTrace(  # noqa: N802 - named by the contract
+        self, request: pb.GetTraceRequest, context: Any
+    ) -> pb.GetTraceResponse:
+        return self._frontend.get_trace(request)

@@ -1,0 +1,111 @@
+"""What the router knows of one worker, built from the messages of its Watch stream alone."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from pageferry.core.layout import PageLayout
+from pageferry.core.prefix import HASH_BYTES
+from pageferry.runtime.convert import layout_from_proto
+from pageferry.v1.inference_pb2 import WorkerLoad
+from pageferry.v1.worker_pb2 import Snapshot, WatchResponse
+
+
+class WatchGapError(Exception):
+    """A message is missing: the view is stale until a new Watch starts over."""
+
+
+@dataclass(slots=True, eq=False)
+class Dispatched:
+    """Work sent to a worker. Once accepted it is in the worker's next load report; before, only we know of it."""
+
+    num_tokens: int
+    num_pages: int
+    accepted: bool = False
+
+
+class WorkerView:
+    """Load, layout and prefix cache of a worker. A new incarnation forgets all that was known of the old one."""
+
+    def __init__(self) -> None:
+        self.incarnation = b""
+        self.snapshot: Snapshot | None = None
+        self.layout: PageLayout | None = None
+        self.load = WorkerLoad()
+        self.draining = False
+        self.refusing = False  # it has refused work since its last load report
+        self._next_sequence = 1
+        self._cached: set[bytes] = set()
+        self._dispatched: dict[Dispatched, None] = {}
+
+    def start_over(self) -> None:
+        """A new Watch stream begins: its first message must be a snapshot."""
+        self._next_sequence = 1
+
+    def apply(self, message: WatchResponse) -> None:
+        """Take the stream's next message.
+
+        Raises WatchGapError, with the view unchanged, where one is missing or the worker is another one, and
+        InvalidArgumentError for a snapshot that can't be understood.
+        """
+        event = message.WhichOneof("event")
+        if message.sequence != self._next_sequence:
+            raise WatchGapError(f"message {message.sequence} came after {self._next_sequence - 1}")
+        if (event == "snapshot") != (message.sequence == 1):
+            raise WatchGapError(f"message {message.sequence} of the stream is {event}")
+        if event != "snapshot" and message.incarnation != self.incarnation:
+            raise WatchGapError("the worker's incarnation changed within the stream")
+        if event == "snapshot":
+            self._take_snapshot(message)
+        elif event == "load":
+            self._take_load(message.load)
+        elif event == "cache":
+            self._cached.difference_update(_split(message.cache.removed))
+            self._cached.update(_split(message.cache.stored))
+        elif event == "draining":
+            self.draining = True
+        self._next_sequence += 1
+
+    def _take_snapshot(self, message: WatchResponse) -> None:
+        snapshot = message.snapshot
+        layout = layout_from_proto(snapshot.layout)
+        if message.incarnation != self.incarnation:
+            self._dispatched.clear()
+        self.incarnation = message.incarnation
+        self.snapshot, self.layout = snapshot, layout
+        self.draining = snapshot.draining
+        self._cached = set(_split(snapshot.cached_hashes))
+        self._take_load(snapshot.load)
+
+    def _take_load(self, load: WorkerLoad) -> None:
+        self.load = load
+        self.refusing = False
+        for dispatched in [entry for entry in self._dispatched if entry.accepted]:
+            del self._dispatched[dispatched]
+
+    def cached_tokens(self, page_hashes: Sequence[bytes]) -> int:
+        """How many tokens at the start of a prompt, whole pages, are in the worker's prefix cache."""
+        assert self.layout is not None, "a view without a snapshot has no cache"
+        num_pages = next((i for i, key in enumerate(page_hashes) if key not in self._cached), len(page_hashes))
+        return num_pages * self.layout.page_size
+
+    @property
+    def num_cached_pages(self) -> int:
+        return len(self._cached)
+
+    def dispatch(self, num_tokens: int, num_pages: int) -> Dispatched:
+        """Count work that is sent to the worker; the caller owes `forget` once it is over."""
+        dispatched = Dispatched(num_tokens, num_pages)
+        self._dispatched[dispatched] = None
+        return dispatched
+
+    def forget(self, dispatched: Dispatched) -> None:
+        self._dispatched.pop(dispatched, None)
+
+    @property
+    def uncounted(self) -> Collection[Dispatched]:
+        """Work that the last load report does not count."""
+        return self._dispatched
+
+
+def _split(hashes: bytes) -> Iterator[bytes]:
+    return (hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
