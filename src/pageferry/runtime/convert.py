@@ -12,9 +12,9 @@ _FORMATS = {
     PageFormat.BF16: pb.PAGE_FORMAT_BF16,
     PageFormat.INT8: pb.PAGE_FORMAT_INT8,
 }
-_FORMATS_BACK = {value: key for key, value in _FORMATS.items()}
+_FORMATS_BACK: dict[int, PageFormat] = {value: key for key, value in _FORMATS.items()}
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
-_REASONS_BACK = {value: key for key, value in _REASONS.items()}
+_REASONS_BACK: dict[int, FinishReason] = {value: key for key, value in _REASONS.items()}
 
 
 def format_to_proto(page_format: PageFormat) -> pb.PageFormat:
@@ -24,7 +24,7 @@ def format_to_proto(page_format: PageFormat) -> pb.PageFormat:
 def format_from_proto(value: int) -> PageFormat:
     if value not in _FORMATS_BACK:
         raise invalid("layout.format", value, "is no page format that this version knows")
-    return _FORMATS_BACK[pb.PageFormat(value)]
+    return _FORMATS_BACK[value]
 
 
 def layout_to_proto(layout: PageLayout) -> pb.PageLayout:
@@ -144,4 +144,4 @@ def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
 
 def finish_from_proto(value: int) -> FinishReason | None:
     """None for UNSPECIFIED, which says that the generation goes on."""
-    return _REASONS_BACK.get(pb.FinishReason(value))
+    return _REASONS_BACK.get(value)

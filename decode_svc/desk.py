@@ -1,0 +1,137 @@
+"""The engine thread's side of the hand-offs: tickets, and the references that copies in flight hold."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pageferry.core.errors import FailedPreconditionError, PageferryError, UnavailableError, invalid
+from pageferry.core.handoff import Ticket, TicketTable
+from pageferry.core.layout import PageLayout
+from pageferry.core.plan import SampledToken
+from pageferry.core.pool import PageId, PagePool
+from pageferry.core.sequence import Sequence
+
+Frame = tuple[int, int, int]  # page index, first layer, number of layers
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """An open push: `pages` are those to receive, from index `first_page` of the page table on.
+
+    They carry a reference each until the push is closed.
+    """
+
+    first_page: int
+    pages: tuple[PageId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeskActions:
+    """What the desk has done to others: start a sequence whose pages are all there, fail one, end an open push."""
+
+    activate: Callable[[Sequence, SampledToken | None, float], None]
+    fail: Callable[[Sequence, PageferryError], None]
+    end_push: Callable[[int, PageferryError], None]
+
+
+class TicketDesk:
+    """Issues tickets and takes the commands of pushes, which the caller numbers. Runs on the engine's thread."""
+
+    def __init__(self, tickets: TicketTable, pool: PagePool, layout: PageLayout, actions: DeskActions) -> None:
+        self._tickets = tickets
+        self._pool = pool
+        self._layout = layout
+        self._actions = actions
+        self._live: dict[Sequence, Ticket] = {}
+        self._pushes: dict[int, tuple[Ticket, tuple[PageId, ...]]] = {}  # open ones, and the pages that they hold
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    def issue(self, ticket_id: bytes, sequence: Sequence) -> None:
+        """Issue a ticket for a sequence whose pages are reserved."""
+        num_tokens = len(sequence.token_ids)
+        first_page = sequence.num_cached // self._layout.page_size
+        self._live[sequence] = self._tickets.issue(
+            ticket_id,
+            sequence,
+            first_page=first_page,
+            num_pages=self._layout.num_pages(num_tokens) - first_page,
+            covered_tokens=num_tokens,
+            deadline=sequence.deadline,
+        )
+
+    def open(self, push_id: int, ticket_id: bytes, layout: PageLayout, now: float) -> Opening:
+        """Open a ticket's push and take references on its pages; the caller owes `close`."""
+        ticket = self._tickets.open(ticket_id, layout, now)
+        pages = ticket.pages[ticket.first_page : ticket.first_page + ticket.num_expected_pages]
+        self._pool.acquire(pages)
+        self._pushes[push_id] = (ticket, pages)
+        return Opening(ticket.first_page, pages)
+
+    def receive(self, push_id: int, frames: Iterable[Frame], now: float) -> None:
+        """Record frames that are copied and have matched (none: a sign of life).
+
+        What comes after the ticket's end changes nothing: the push has been told, or is about to be.
+        """
+        ticket = self._ticket(push_id)
+        try:
+            self._tickets.renew(ticket, now)
+            for page_index, first_layer, num_layers in frames:
+                self._tickets.receive(ticket, page_index, first_layer, num_layers, now)
+        except FailedPreconditionError:
+            return
+
+    def commit(self, push_id: int, covered_tokens: int, first: tuple[int, SampledToken] | None, now: float) -> None:
+        """Start the sequence on its pages. FailedPreconditionError, and nothing changed, where something is missing."""
+        ticket = self._ticket(push_id)
+        sequence = ticket.sequence
+        if first is not None and first[0] != sequence.num_output:
+            raise invalid("commit.first_tokens.position", first[0], f"must be {sequence.num_output}")
+        self._tickets.commit(ticket, covered_tokens, now)
+        self._tickets.consume(ticket)
+        del self._live[sequence]
+        self._actions.activate(sequence, first[1] if first else None, now)
+
+    def close(self, push_id: int, error: PageferryError | None) -> None:
+        """The push is over and nothing is copied any more; before its commit that breaks the ticket for good."""
+        if push_id not in self._pushes:
+            return
+        ticket, pages = self._pushes.pop(push_id)
+        self._pool.release(pages)
+        if self._live.pop(ticket.sequence, None) is not None:
+            self._tickets.abort(ticket)
+            self._actions.fail(ticket.sequence, _broken(error))
+
+    def drop(self, sequence: Sequence, error: PageferryError) -> None:
+        """The sequence is over: abort its ticket, if it has a live one."""
+        ticket = self._live.pop(sequence, None)
+        if ticket is not None:
+            self._tickets.abort(ticket)
+            self._end_push(ticket, error)
+
+    def expire(self, now: float) -> None:
+        """Fail the sequences of hand-offs whose time is up."""
+        for ticket in self._tickets.expire(now):
+            del self._live[ticket.sequence]
+            error = UnavailableError("the hand-off's sender went silent: its lease ran out", reason="HANDOFF_EXPIRED")
+            self._end_push(ticket, error)
+            self._actions.fail(ticket.sequence, error)
+
+    def wait(self, now: float) -> float | None:
+        """Seconds until `expire` has something to do."""
+        expiry = self._tickets.next_expiry()
+        return None if expiry is None else max(0.0, expiry - now)
+
+    def _ticket(self, push_id: int) -> Ticket:
+        return self._pushes[push_id][0]
+
+    def _end_push(self, ticket: Ticket, error: PageferryError) -> None:
+        for push_id, (other, _) in self._pushes.items():
+            if other is ticket:
+                self._actions.end_push(push_id, error)
+
+
+def _broken(error: PageferryError | None) -> UnavailableError:
+    cause = error.message if error else "it ended before its commit"
+    return UnavailableError(f"the hand-off broke off: {cause}", reason=error.reason if error else "HANDOFF_BROKEN")

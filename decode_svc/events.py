@@ -1,0 +1,54 @@
+"""What a step, or a command between steps, has to tell the event loop."""
+
+from dataclasses import dataclass
+
+from pageferry.core.errors import PageferryError
+from pageferry.core.plan import Emitted
+from pageferry.core.sequence import FinishReason, Sequence
+from pageferry.runtime.reports import Report
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkDone:
+    """Prompt tokens, or tokens of a preempted sequence, were computed here."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The sequence is complete. Times are seconds of the worker's clock."""
+
+    sequence: Sequence
+    reason: FinishReason
+    accepted: float
+    ready: float  # committed, or accepted where the prompt is computed here
+    first_step: float | None  # when its first step began; None where the hand-off's token was its last
+    first_own: float | None  # when the first token drawn here was there
+    ended: float
+    num_steps: int
+    num_preemptions: int
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence is over, and incomplete."""
+
+    sequence: Sequence
+    error: PageferryError
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffEnded:
+    """An open push cannot succeed any more: it must be ended, and then closed at the desk."""
+
+    push_id: int
+    error: PageferryError
+
+
+Event = Emitted | ChunkDone | Completed | Failed | HandoffEnded | Report

@@ -1,0 +1,81 @@
+"""What a push's receiver asks of the tickets, passed on to the desk on the engine's thread."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+
+from pageferry.core.errors import PageferryError, UnavailableError, invalid
+from pageferry.core.layout import PageLayout
+from pageferry.core.plan import SampledToken
+from pageferry.decode_svc.desk import Opening, TicketDesk
+from pageferry.decode_svc.events import Event
+from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.receive import FrameKey, Grant
+
+
+class EngineDesk:
+    """The runtime's TicketDesk. Lives on the event loop."""
+
+    def __init__(
+        self,
+        desk: TicketDesk,
+        engine: EngineThread[Event],
+        clock: Callable[[], float],
+        metrics: Metrics,
+        *,
+        lease_ms: int,
+        vocab_size: int,
+    ) -> None:
+        self._desk = desk
+        self._engine = engine
+        self._clock = clock
+        self._metrics = metrics
+        self._lease_ms = lease_ms
+        self._vocab_size = vocab_size
+        self._push_ids = count(1)
+        self._ends: dict[int, asyncio.Future[PageferryError]] = {}  # of pushes that are open, or about to be
+        self._of_grant: dict[Grant, int] = {}
+
+    async def open(self, ticket: bytes, layout: PageLayout) -> Grant:
+        push_id = next(self._push_ids)
+        ended = self._ends[push_id] = asyncio.get_running_loop().create_future()
+        opening: Opening | None = None
+        try:
+            opening = await self._engine.call(lambda: self._desk.open(push_id, ticket, layout, self._clock()))
+        finally:
+            if opening is None:  # refused, or cancelled while the engine opened it all the same
+                del self._ends[push_id]
+                self._post(lambda: self._desk.close(push_id, None))
+        grant = Grant(ticket, opening.first_page, opening.pages, self._lease_ms, ended)
+        self._of_grant[grant] = push_id
+        return grant
+
+    def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:
+        push_id = self._of_grant[grant]
+        self._post(lambda: self._desk.receive(push_id, frames, self._clock()))
+
+    async def commit(self, grant: Grant, covered_tokens: int, first: tuple[int, SampledToken] | None) -> None:
+        push_id = self._of_grant[grant]
+        if first is not None and first[1].token_id >= self._vocab_size:
+            limit = f"must be below the vocabulary's size, {self._vocab_size}"
+            raise invalid("commit.first_tokens.token_id", first[1].token_id, limit)
+        await self._engine.call(lambda: self._desk.commit(push_id, covered_tokens, first, self._clock()))
+
+    def close(self, grant: Grant, error: PageferryError | None) -> None:
+        push_id = self._of_grant.pop(grant)
+        del self._ends[push_id]
+        if error is not None:
+            self._metrics.count_broken_handoff()
+        self._post(lambda: self._desk.close(push_id, error))
+
+    def end(self, push_id: int, error: PageferryError) -> None:
+        """The ticket of an open push is over."""
+        ended = self._ends.get(push_id)
+        if ended is not None and not ended.done():
+            ended.set_result(error)
+
+    def _post(self, command: Callable[[], object]) -> None:
+        with suppress(UnavailableError):  # after the thread's end there is nothing to give back to
+            self._engine.post(command)

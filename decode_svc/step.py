@@ -1,0 +1,191 @@
+"""One step of a decode worker: pool, scheduler, tickets and model joined, on the engine's thread, without I/O."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pageferry.core.decode_scheduler import DecodeScheduler
+from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, ResourceExhaustedError
+from pageferry.core.handoff import TicketTable
+from pageferry.core.layout import PageLayout
+from pageferry.core.load import Smoothed
+from pageferry.core.plan import Ended, Output, Plan, Runner, SampledToken
+from pageferry.core.pool import PagePool
+from pageferry.core.sequence import Sequence
+from pageferry.decode_svc.desk import DeskActions, TicketDesk
+from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, HandoffEnded
+from pageferry.runtime.reports import Reporter
+from pageferry.v1.inference_pb2 import WorkerLoad
+
+RESERVE_RETRY_MS = 50
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """What is known of a live request beside its sequence."""
+
+    accepted: float
+    ready: float | None  # committed, or accepted where the prompt is computed here
+    first_step: float | None = None
+    first_own: float | None = None
+
+
+class DecodeStep:
+    """The engine thread's stepper. Every method runs on that thread."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        pool: PagePool,
+        tickets: TicketTable,
+        runner: Runner,
+        layout: PageLayout,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._clock = clock
+        actions = DeskActions(self._activate, self._fail, lambda push, error: self._emit(HandoffEnded(push, error)))
+        self.desk = TicketDesk(tickets, pool, layout, actions)
+        self._jobs: dict[Sequence, _Job] = {}
+        self._pending: list[Event] = []  # of commands, for the next step to hand on
+        self._reporter = Reporter(pool, self._fill_load)
+        self._step_s = Smoothed()
+        self._rate = Smoothed()
+        self._num_refused = self._num_preemptions = self._num_generated = self._num_prefilled = 0
+
+    def reserve(self, sequence: Sequence, ticket_id: bytes) -> None:
+        """Hold pages for a prompt that comes from a prefill worker, and issue the ticket to fill them.
+
+        `ticket_id` is 16 random bytes. Raises ResourceExhaustedError, with nothing changed, where there is no room now.
+        """
+        now = self._check_deadline(sequence)
+        self._reporter.mark_changed()
+        if not self._scheduler.reserve(sequence, now):
+            self._num_refused += 1
+            raise ResourceExhaustedError(
+                f"no room for the {len(sequence.token_ids)} tokens of the prompt now",
+                reason="NO_PAGES",
+                retry_after_ms=RESERVE_RETRY_MS,
+            )
+        self._jobs[sequence] = _Job(now, None)
+        self.desk.issue(ticket_id, sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a prompt that is computed here."""
+        now = self._check_deadline(sequence)
+        self._scheduler.add(sequence, now)
+        self._jobs[sequence] = _Job(now, now)
+        self._reporter.mark_changed()
+
+    def abort(self, sequence: Sequence, error: PageferryError) -> None:
+        """Forget a sequence in any state, without an event; idempotent. `error` is what a push under way is told."""
+        self._jobs.pop(sequence, None)
+        self.desk.drop(sequence, error)
+        self._scheduler.abort(sequence)
+        self._reporter.mark_changed()
+
+    def load(self) -> WorkerLoad:
+        return self._reporter.load()
+
+    def step(self, now: float) -> list[Event]:
+        for ended in self._scheduler.expire(now):  # first, so that a deadline isn't reported as a lost lease
+            self._end(ended, now)
+        self.desk.expire(now)
+        plan = self._scheduler.schedule(now)
+        if plan is not None:
+            self._run(plan)
+        events, self._pending = self._pending, []
+        if events:
+            self._reporter.mark_changed()
+        return events + self._reporter.take(self._clock())
+
+    def next_wakeup(self, now: float) -> float:
+        waits = (self._scheduler.next_wakeup(now), self.desk.wait(now), self._reporter.wait(now))
+        return 0.0 if self._pending else min(wait for wait in waits if wait is not None)
+
+    def _run(self, plan: Plan) -> None:
+        started = self._clock()
+        self._num_preemptions += len(plan.preempted)
+        result = self._runner.run(plan)
+        ended = self._clock()
+        self._step_s.add(ended - started)
+        num_prefill = 0
+        for chunk in plan.chunks:
+            job = self._jobs[chunk.sequence]
+            job.first_step = started if job.first_step is None else job.first_step
+            if chunk.num_tokens > 1 or not chunk.samples:
+                num_prefill += chunk.num_tokens
+                self._emit(ChunkDone(chunk.sequence, chunk.start, chunk.num_tokens, started, ended))
+        if num_prefill:
+            self._num_prefilled += num_prefill
+            self._rate.add(num_prefill / max(ended - started, 1e-9))
+        self._take(self._scheduler.apply(plan, result, ended), ended, own=True)
+
+    def _activate(self, sequence: Sequence, first: SampledToken | None, now: float) -> None:
+        self._jobs[sequence].ready = now
+        self._take(self._scheduler.activate(sequence, first, now), now, own=False)
+        self._reporter.mark_changed()
+
+    def _take(self, output: Output, now: float, *, own: bool) -> None:
+        """Hand a scheduler's output on; `own` tokens were drawn here."""
+        for emitted in output.emitted:
+            job = self._jobs[emitted.sequence]
+            if own:
+                self._num_generated += 1
+                job.first_own = now if job.first_own is None else job.first_own
+            self._emit(emitted)
+        for ended in output.ended:
+            self._end(ended, now)
+
+    def _end(self, ended: Ended, now: float) -> None:
+        sequence = ended.sequence
+        if ended.reason is None:
+            self._fail(sequence, _error(ended))
+            return
+        job = self._jobs.pop(sequence)
+        assert job.ready is not None
+        self._emit(
+            Completed(
+                sequence,
+                ended.reason,
+                accepted=job.accepted,
+                ready=job.ready,
+                first_step=job.first_step,
+                first_own=job.first_own,
+                ended=now,
+                num_steps=sequence.num_steps,
+                num_preemptions=sequence.num_preemptions,
+                num_cached=sequence.num_cached,
+            )
+        )
+
+    def _fail(self, sequence: Sequence, error: PageferryError) -> None:
+        self.abort(sequence, error)
+        self._emit(Failed(sequence, error))
+
+    def _emit(self, event: Event) -> None:
+        self._pending.append(event)
+
+    def _check_deadline(self, sequence: Sequence) -> float:
+        """The time now. Raises DeadlineExceededError, before any work, where the deadline has passed."""
+        now = self._clock()
+        if sequence.deadline is not None and sequence.deadline <= now:
+            raise DeadlineExceededError("the deadline passed before the request was accepted")
+        return now
+
+    def _fill_load(self, load: WorkerLoad) -> None:
+        load.waiting = self._scheduler.num_waiting
+        load.running = self._scheduler.num_running
+        load.tickets = self.desk.num_live
+        load.queued_prompt_tokens = self._scheduler.queued_prompt_tokens
+        load.prefill_tokens_per_s = self._rate.value
+        load.step_s = self._step_s.value
+        load.preemptions = self._num_preemptions
+        load.generated_tokens = self._num_generated
+        load.prefill_tokens = self._num_prefilled
+
+
+def _error(ended: Ended) -> PageferryError:
+    if ended.failure == "deadline":
+        return DeadlineExceededError(f"the deadline passed after {ended.sequence.num_output} tokens")
+    return InternalError(ended.failure, reason="STEP_FAILED")

@@ -1,0 +1,198 @@
+"""The event loop's side of a decode worker: calls, and what the engine's thread tells them."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from pageferry.core.errors import CancelledError, PageferryError, UnavailableError, invalid
+from pageferry.core.handoff import TICKET_BYTES
+from pageferry.core.layout import PageLayout
+from pageferry.core.limits import ModelLimits
+from pageferry.core.plan import Emitted
+from pageferry.core.sequence import Sequence
+from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, HandoffEnded
+from pageferry.decode_svc.receiving import EngineDesk
+from pageferry.decode_svc.step import DecodeStep
+from pageferry.runtime.convert import finish_to_proto, layout_to_proto, token_to_proto, work_from_proto
+from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.reports import Publisher
+from pageferry.runtime.work_calls import LiveIds, PastSpans, counted, deadline_of
+from pageferry.v1 import decode_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the worker serves, and where its PageService is."""
+
+    limits: ModelLimits
+    layout: PageLayout
+    kv_endpoint: str
+    lease_ms: int
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One live Decode call. Tokens gather while its reader is slow: at most as many as it may generate."""
+
+    sequence: Sequence
+    is_pushed: bool
+    parent: Context = field(default_factory=otel_context.get_current)
+    tokens: list[Emitted] = field(default_factory=list)
+    num_emitted: int = 0
+    end: Completed | PageferryError | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def take(self) -> tuple[list[Emitted], Completed | PageferryError | None]:
+        """Wait for tokens or the end; returns all tokens there are, and the end where nothing comes after them."""
+        await self.changed.wait()
+        self.changed.clear()
+        tokens, self.tokens = self.tokens, []
+        return tokens, self.end
+
+
+class DecodeWorker:
+    """Serves Decode calls, and the tickets of pushes, with one engine thread."""
+
+    def __init__(
+        self, step: DecodeStep, served: Served, spans: PastSpans, publisher: Publisher, clock: Callable[[], float]
+    ) -> None:
+        self._step = step
+        self._served = served
+        self._publisher = publisher
+        self._clock = clock
+        self._spans = spans
+        self._ids = LiveIds()
+        self._calls: dict[Sequence, _Call] = {}
+        self.engine = EngineThread(step, self._deliver, name="decode-engine", clock=clock)
+        self.desk = EngineDesk(
+            step.desk,
+            self.engine,
+            clock,
+            publisher.metrics,
+            lease_ms=served.lease_ms,
+            vocab_size=served.limits.vocab_size,
+        )
+
+    async def decode(self, request: pb.DecodeRequest, context: Any) -> None:
+        with counted(self._publisher.metrics) as outcome:
+            work = work_from_proto(request.work)
+            self._served.limits.check(work)
+            if request.source not in (pb.PROMPT_SOURCE_PUSHED, pb.PROMPT_SOURCE_LOCAL):
+                raise invalid("source", request.source, "must be PUSHED or LOCAL")
+            with self._ids.claim(work.request_id):
+                sequence = Sequence(work, self._clock(), deadline_of(context, self._clock))
+                call = _Call(sequence, request.source == pb.PROMPT_SOURCE_PUSHED)
+                self._calls[sequence] = call  # before the engine knows of it, so that no event is lost
+                try:
+                    await context.write(pb.DecodeResponse(reserved=await self._accept(call)))
+                    completed = await self._stream(call, context)
+                    outcome.name = completed.reason.value
+                finally:
+                    self._release(call)
+
+    async def _accept(self, call: _Call) -> pb.Reserved:
+        sequence = call.sequence
+        if not call.is_pushed:
+            await self.engine.call(lambda: self._step.add(sequence))
+            return pb.Reserved(layout=layout_to_proto(self._served.layout))
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        await self.engine.call(lambda: self._step.reserve(sequence, ticket))
+        return pb.Reserved(
+            ticket=ticket,
+            kv_endpoint=self._served.kv_endpoint,
+            layout=layout_to_proto(self._served.layout),
+            cached_tokens=sequence.num_cached,
+            cached_pages=sequence.num_cached // self._served.layout.page_size,
+        )
+
+    async def _stream(self, call: _Call, context: Any) -> Completed:
+        want_logprobs = call.sequence.work.sampling.num_logprobs is not None
+        while True:
+            emitted, end = await call.take()
+            if emitted:
+                tokens = [token_to_proto(item.position, item.token, want_logprobs) for item in emitted]
+                await context.write(pb.DecodeResponse(tokens=pb.Tokens(tokens=tokens)))
+            if isinstance(end, Completed):
+                self._record_end(call, end)
+                await context.write(pb.DecodeResponse(completed=_completed(end, is_pushed=call.is_pushed)))
+                return end
+            if end is not None:
+                raise end
+
+    def _release(self, call: _Call) -> None:
+        """The one place where a call ends, however it ends: the engine forgets it and frees all that it held."""
+        del self._calls[call.sequence]
+        gone = CancelledError("the request that the pages are for is over", reason="REQUEST_OVER")
+        with suppress(UnavailableError):  # after the thread's end there is nothing to free
+            self.engine.post(lambda: self._step.abort(call.sequence, gone))
+        self._count_tokens(call)
+
+    def _count_tokens(self, call: _Call) -> None:
+        if call.num_emitted == 0:
+            return
+        metrics, num_cached = self._publisher.metrics, call.sequence.num_cached
+        if call.is_pushed:  # the prefill worker has counted the prompt and the first token
+            metrics.count_tokens(cached=num_cached, generated=call.num_emitted - 1)
+        else:
+            num_prompt = len(call.sequence.work.prompt_ids) - num_cached
+            metrics.count_tokens(prompt=num_prompt, cached=num_cached, generated=call.num_emitted)
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Emitted() | Completed() | Failed() | ChunkDone():
+                    call = self._calls.get(event.sequence)
+                    if call is not None:
+                        self._take(call, event)
+                case HandoffEnded():
+                    self.desk.end(event.push_id, event.error)
+                case report:
+                    self._publisher.publish(report)
+
+    def _take(self, call: _Call, event: Emitted | Completed | Failed | ChunkDone) -> None:
+        match event:
+            case Emitted():
+                call.tokens.append(event)
+                call.num_emitted += 1
+            case ChunkDone():
+                attributes = {"pageferry.chunk.start": event.start, "pageferry.chunk.tokens": event.num_tokens}
+                self._spans.record("prefill.chunk", call.parent, event.started, event.ended, attributes)
+                return
+            case Completed():
+                call.end = event
+            case Failed():
+                call.end = event.error
+        call.changed.set()
+
+    def _record_end(self, call: _Call, end: Completed) -> None:
+        first_step = end.ended if end.first_step is None else end.first_step
+        attributes = {
+            "pageferry.steps": end.num_steps,
+            "pageferry.preemptions": end.num_preemptions,
+            "pageferry.first_step_ms": _own_token_ms(end),
+        }
+        self._spans.record("decode.queue", call.parent, end.ready, first_step, {})
+        self._spans.record("decode.generate", call.parent, first_step, end.ended, attributes)
+
+
+def _own_token_ms(end: Completed) -> float:
+    """From when it could run to the first token drawn here."""
+    return 0.0 if end.first_own is None else (end.first_own - end.ready) * 1000
+
+
+def _completed(end: Completed, *, is_pushed: bool) -> pb.Completed:
+    return pb.Completed(
+        reason=finish_to_proto(end.reason),
+        queue_ms=0.0 if end.first_step is None else (end.first_step - end.ready) * 1000,
+        prefill_ms=0.0 if is_pushed else _own_token_ms(end),
+        steps=end.num_steps,
+        preemptions=end.num_preemptions,
+        cached_tokens=end.num_cached,
+        first_step_ms=_own_token_ms(end) if is_pushed else 0.0,
+    )

@@ -1,0 +1,221 @@
+"""The event loop's side of a prefill worker: calls, their pushes, and what the engine's thread tells them."""
+
+import asyncio
+from collections.abc import Callable, Sequence as ListLike
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from pageferry.core.errors import PageferryError, UnavailableError, invalid
+from pageferry.core.handoff import TICKET_BYTES
+from pageferry.core.limits import ModelLimits
+from pageferry.core.pool import PageId
+from pageferry.core.sender import HandoffStats
+from pageferry.core.sequence import Sequence, WorkItem
+from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
+from pageferry.prefill_svc.step import ChunkDone, Drawn, Event, Failed, PrefillStep
+from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_to_proto, work_from_proto
+from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.push import PushParts
+from pageferry.runtime.reports import Publisher
+from pageferry.runtime.work_calls import LiveIds, PastSpans, counted, deadline_of
+from pageferry.v1.prefill_pb2 import (
+    FirstToken,
+    HandoffTarget,
+    PrefillAccepted,
+    PrefillRequest,
+    PrefillResponse,
+    Shipped,
+)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One live Prefill call."""
+
+    sequence: Sequence
+    shipment: Shipment | None = None
+    parent: Context = field(default_factory=otel_context.get_current)
+    first_chunk: float | None = None
+    outcomes: "asyncio.Queue[Drawn | HandoffStats | PageferryError]" = field(default_factory=asyncio.Queue)
+
+    async def drawn(self) -> Drawn:
+        outcome = await self._next()
+        assert isinstance(outcome, Drawn)
+        return outcome
+
+    async def shipped(self) -> HandoffStats:
+        outcome = await self._next()
+        assert isinstance(outcome, HandoffStats)
+        return outcome
+
+    async def _next(self) -> Drawn | HandoffStats:
+        outcome = await self.outcomes.get()
+        if isinstance(outcome, PageferryError):
+            raise outcome
+        return outcome
+
+
+class PrefillWorker:
+    """Serves Prefill calls with one engine thread."""
+
+    def __init__(
+        self,
+        step: PrefillStep,
+        limits: ModelLimits,
+        push_parts: PushParts,
+        channels: DecodeChannels,
+        publisher: Publisher,
+        clock: Callable[[], float],
+    ) -> None:
+        self._step = step
+        self._limits = limits
+        self._push_parts = push_parts
+        self._layout = push_parts.source.layout
+        self._channels = channels
+        self._publisher = publisher
+        self._clock = clock
+        self._spans = PastSpans(push_parts.tracer, clock)
+        self._ids = LiveIds()
+        self._calls: dict[Sequence, _Call] = {}
+        self._shipments: set[asyncio.Task[None]] = set()
+        self.engine = EngineThread(step, self._deliver, name="prefill-engine", clock=clock)
+
+    async def stop(self) -> None:
+        """After the server's end: end the pushes, then the engine's thread."""
+        for shipment in self._shipments:
+            shipment.cancel()
+        if self._shipments:
+            await asyncio.wait(self._shipments)
+        await self._channels.close_idle(0)
+        await self.engine.stop()
+
+    async def prefill(self, request: PrefillRequest, context: Any) -> None:
+        with counted(self._publisher.metrics) as outcome:
+            work = work_from_proto(request.work)
+            self._limits.check(work)
+            target = request.target if request.HasField("target") else None
+            if target is not None:
+                self._check_target(target, work)
+            with self._ids.claim(work.request_id):
+                call = self._call(work, target, context)
+                try:
+                    drawn = await self._serve(call, target, context)
+                    outcome.name = drawn.reason.value if drawn.reason is not None else "handed_over"
+                finally:
+                    self._release(call)
+
+    def _call(self, work: WorkItem, target: HandoffTarget | None, context: Any) -> _Call:
+        call = _Call(Sequence(work, self._clock(), deadline_of(context, self._clock)))
+        if target is not None:
+            over = partial(self._take_outcome, call)
+            call.shipment = Shipment(self._channels, target, self._push_parts, self._give_back, over)
+        self._calls[call.sequence] = call  # before the engine knows of it, so that no event is lost
+        return call
+
+    async def _serve(self, call: _Call, target: HandoffTarget | None, context: Any) -> Drawn:
+        sequence, metrics = call.sequence, self._publisher.metrics
+        first_page = target.cached_tokens // self._layout.page_size if target is not None else None
+        await self.engine.call(lambda: self._step.add(sequence, first_page))
+        if call.shipment is not None:
+            task = call.shipment.start()
+            self._shipments.add(task)
+            task.add_done_callback(self._shipments.discard)
+        await context.write(PrefillResponse(accepted=PrefillAccepted(cached_tokens=sequence.num_cached)))
+        drawn = await call.drawn()
+        num_computed = len(sequence.work.prompt_ids) - sequence.num_cached
+        metrics.count_tokens(prompt=num_computed, cached=sequence.num_cached, generated=1)
+        await context.write(PrefillResponse(first_token=self._first_token(call, drawn)))
+        if call.shipment is not None and drawn.reason is None:
+            stats = await call.shipped()
+            metrics.count_handoff(stats.pages, stats.bytes, stats.tail_s)
+            await context.write(PrefillResponse(shipped=_shipped(stats)))
+        return drawn
+
+    def _release(self, call: _Call) -> None:
+        """The one place where a call ends, however it ends: the push is broken off unless it is over, all is freed."""
+        del self._calls[call.sequence]
+        if call.shipment is not None:
+            call.shipment.cancel()
+        self._post(lambda: self._step.abort(call.sequence))
+
+    def _deliver(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case ChunkDone():
+                    self._take_chunk(event)
+                case Drawn() | Failed():
+                    self._take_end(event)
+                case report:
+                    self._publisher.publish(report)
+
+    def _take_chunk(self, chunk: ChunkDone) -> None:
+        call = self._calls.get(chunk.sequence)
+        if call is None:
+            self._give_back([page for _, page in chunk.pages])
+            return
+        if call.first_chunk is None:
+            call.first_chunk = chunk.started
+            self._spans.record("prefill.queue", call.parent, call.sequence.arrival, chunk.started, {})
+        attributes = {"pageferry.chunk.start": chunk.start, "pageferry.chunk.tokens": chunk.num_tokens}
+        self._spans.record("prefill.chunk", call.parent, chunk.started, chunk.ended, attributes)
+        if call.shipment is not None:
+            call.shipment.add(chunk.pages)
+
+    def _take_end(self, event: Drawn | Failed) -> None:
+        call = self._calls.get(event.sequence)
+        if call is None:
+            return
+        if isinstance(event, Failed):
+            call.outcomes.put_nowait(event.error)
+            return
+        call.outcomes.put_nowait(event)
+        if call.shipment is not None and event.reason is None:
+            covered_tokens = len(call.sequence.work.prompt_ids) + len(call.sequence.work.output_ids)
+            call.shipment.finish(covered_tokens, (event.position, event.token))
+
+    def _take_outcome(self, call: _Call, outcome: HandoffStats | PageferryError) -> None:
+        if isinstance(outcome, PageferryError):
+            self._publisher.metrics.count_broken_handoff()
+        call.outcomes.put_nowait(outcome)
+
+    def _check_target(self, target: HandoffTarget, work: WorkItem) -> None:
+        """Raise InvalidArgumentError for what no decode worker sends, FailedPreconditionError where layouts differ."""
+        if len(target.ticket) != TICKET_BYTES:
+            raise invalid("target.ticket", f"{len(target.ticket)} bytes", f"must be {TICKET_BYTES} bytes")
+        if not target.kv_endpoint:
+            raise invalid("target.kv_endpoint", target.kv_endpoint, "must be host:port")
+        self._layout.check_equal(layout_from_proto(target.layout), ours="prefill worker", theirs="decode worker")
+        num_tokens = len(work.prompt_ids) + len(work.output_ids)
+        if target.cached_tokens >= num_tokens or target.cached_tokens % self._layout.page_size:
+            limit = f"must be a multiple of {self._layout.page_size} below the {num_tokens} tokens"
+            raise invalid("target.cached_tokens", target.cached_tokens, limit)
+
+    def _first_token(self, call: _Call, drawn: Drawn) -> FirstToken:
+        work = call.sequence.work
+        first_chunk = call.first_chunk if call.first_chunk is not None else drawn.time
+        return FirstToken(
+            token=token_to_proto(drawn.position, drawn.token, work.sampling.num_logprobs is not None),
+            finish_reason=finish_to_proto(drawn.reason),
+            queue_ms=(first_chunk - call.sequence.arrival) * 1000,
+            prefill_ms=(drawn.time - first_chunk) * 1000,
+            cached_tokens=call.sequence.num_cached,
+        )
+
+    def _give_back(self, pages: ListLike[PageId]) -> None:
+        held = list(pages)
+        self._post(lambda: self._step.release_pages(held))
+
+    def _post(self, command: Callable[[], object]) -> None:
+        with suppress(UnavailableError):  # after the thread's end there is nothing to give back to
+            self.engine.post(command)
+
+
+def _shipped(stats: HandoffStats) -> Shipped:
+    return Shipped(
+        pages=stats.pages, bytes=stats.bytes, tail_ms=stats.tail_s * 1000, in_flight_ms=stats.in_flight_s * 1000
+    )

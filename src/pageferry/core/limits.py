@@ -1,0 +1,35 @@
+"""What a model can take of a request at all."""
+
+from dataclasses import dataclass
+
+from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
+from pageferry.core.sequence import WorkItem
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    vocab_size: int
+    max_model_tokens: int  # of prompt and output together
+
+    def check(self, work: WorkItem) -> None:
+        """Raise InvalidArgumentError naming the field, the value and the limit."""
+        for field, ids in (("prompt_ids", work.prompt_ids), ("output_ids", work.output_ids)):
+            self._check_ids(field, ids)
+        self._check_ids("stop_token_ids", tuple(work.stop.stop_token_ids))
+        if len(work.output_ids) >= work.stop.max_tokens:
+            limit = f"leave nothing of max_tokens, {work.stop.max_tokens}"
+            raise invalid("output_ids", f"{len(work.output_ids)} tokens", limit)
+        self.check_length(len(work.prompt_ids), work.stop.max_tokens)
+
+    def check_length(self, num_prompt: int, max_tokens: int) -> None:
+        if num_prompt + max_tokens <= self.max_model_tokens:
+            return
+        counts = f"prompt of {num_prompt} tokens and max_tokens {max_tokens} are {num_prompt + max_tokens} tokens"
+        message = f"{counts}, the model takes {self.max_model_tokens} together"
+        field = "prompt_ids" if num_prompt >= self.max_model_tokens else "max_tokens"
+        raise InvalidArgumentError(message, reason="TOO_LONG", violations=(FieldViolation(field, message),))
+
+    def _check_ids(self, field: str, ids: tuple[int, ...]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            wrong = next(id_ for id_ in ids if not 0 <= id_ < self.vocab_size)
+            raise invalid(field, wrong, f"must be a token id from 0 to {self.vocab_size - 1}")

@@ -1,0 +1,201 @@
+"""The prefill step: what it hands over and when, and that nothing stays behind."""
+
+from collections.abc import Iterable
+
+import pytest
+from fake_engine import LAYOUT, FakeClock, FakePages, FakeRunner, golden, make_work, vectors
+
+from pageferry.core.config import SchedulerConfig
+from pageferry.core.errors import DeadlineExceededError, InternalError, InvalidArgumentError, ResourceExhaustedError
+from pageferry.core.pool import PageId, PagePool
+from pageferry.core.prefill_scheduler import PrefillScheduler
+from pageferry.core.sequence import FinishReason, Sequence
+from pageferry.prefill_svc.step import ChunkDone, Drawn, Event, Failed, PrefillStep
+from pageferry.runtime.reports import CacheReport, LoadReport
+
+B = LAYOUT.page_size
+
+
+class Bench:
+    def __init__(self, num_pages: int = 32, **config: float) -> None:
+        self.clock = FakeClock()
+        self.pool = PagePool(num_pages)
+        self.pages = FakePages(LAYOUT, num_pages)
+        self.runner = FakeRunner(self.pages, before=lambda plan: self.clock.advance(0.1))
+        scheduler = PrefillScheduler(SchedulerConfig(**{"chunk_tokens": 2 * B, **config}), self.pool, LAYOUT)
+        self.step = PrefillStep(scheduler, self.pool, self.runner, LAYOUT, self.clock)
+
+    def add(self, request_id: str, prompt: Iterable[int], first_page: int | None = 0, **fields: object) -> Sequence:
+        deadline = fields.pop("deadline", None)
+        assert deadline is None or isinstance(deadline, float)
+        sequence = Sequence(make_work(request_id, prompt, **fields), self.clock(), deadline)
+        self.step.add(sequence, first_page)
+        return sequence
+
+    def run(self, steps: int = 20) -> list[Event]:
+        events: list[Event] = []
+        for _ in range(steps):
+            events += self.step.step(self.clock())
+        return events
+
+    def is_idle(self) -> bool:
+        self.pool.check_integrity()
+        load = self.step.load()
+        return self.pool.num_available == self.pool.num_pages and load.waiting == load.running == 0
+
+
+def pages_of(events: list[Event]) -> list[tuple[int, PageId]]:
+    return [page for event in events if isinstance(event, ChunkDone) for page in event.pages]
+
+
+def test_pages_come_with_their_chunks_and_keep_their_bytes_until_released() -> None:
+    bench = Bench()
+    prompt = range(5 * B + 1)
+    sequence = bench.add("r", prompt)
+    events = bench.run()
+    chunks = [event for event in events if isinstance(event, ChunkDone)]
+    assert [(chunk.start, chunk.num_tokens) for chunk in chunks] == [(0, 2 * B), (2 * B, 2 * B), (4 * B, B + 1)]
+    assert [[index for index, _ in chunk.pages] for chunk in chunks] == [[0, 1], [2, 3], [4, 5]]
+    (drawn,) = (event for event in events if isinstance(event, Drawn))
+    assert (drawn.sequence, drawn.position, drawn.reason) == (sequence, 0, None)
+    assert drawn.token.token_id == golden(prompt, 1)[0]
+    bench.add("other", range(500, 500 + 20 * B), None)  # cannot take pages that are on their way
+    bench.run()
+    for index, page in pages_of(events):
+        for slot in range(min(B, len(prompt) - index * B)):
+            position = index * B + slot
+            assert bench.pages.get(page, slot) == b"".join(vectors(LAYOUT, position, position))
+    assert not bench.is_idle()
+    bench.step.release_pages([page for _, page in pages_of(events)])
+    assert bench.is_idle()
+
+
+def test_the_partial_last_page_ends_blank() -> None:
+    bench = Bench()
+    bench.add("dirty", range(700, 700 + 31 * B), None)
+    bench.run()
+    bench.add("r", range(B + 1))
+    (_, (_, last)) = pages_of(bench.run())
+    blank = bench.pages.blank_page()
+    bench.pages.put(last, 0, [bytes(LAYOUT.head_dim)] * 2 * LAYOUT.num_layers)
+    page = bytearray(bench.pages.data[last])
+    for index in range(2 * LAYOUT.num_layers):  # the written slot's scales
+        start = LAYOUT.scale_offset + 2 * index * B
+        page[start : start + 2] = blank[start : start + 2]
+    assert bytes(page) == blank
+
+
+@pytest.mark.parametrize("first_page", [0, 1, 3])
+def test_pages_that_the_receiver_has_are_not_handed_over(first_page: int) -> None:
+    bench = Bench()
+    bench.add("r", range(3 * B + 2), first_page)
+    pages = pages_of(bench.run())
+    assert [index for index, _ in pages] == list(range(first_page, 4))
+    bench.step.release_pages([page for _, page in pages])
+    assert bench.is_idle()
+
+
+def test_pages_from_the_own_cache_are_handed_over_too() -> None:
+    bench = Bench()
+    bench.add("first", range(4 * B), None)
+    bench.run()
+    again = bench.add("again", range(4 * B), 1)
+    events = bench.run()
+    assert again.num_cached == 4 * B - 1
+    assert [index for index, _ in pages_of(events)] == [1, 2, 3]
+    (drawn,) = (event for event in events if isinstance(event, Drawn))
+    assert drawn.token.token_id == golden(range(4 * B), 1)[0]
+    bench.step.release_pages([page for _, page in pages_of(events)])
+    assert bench.is_idle()
+
+
+@pytest.mark.parametrize(("max_tokens", "stop_ids", "reason"), [(1, (), "length"), (5, (7,), "stop")])
+def test_a_first_token_that_ends_it_hands_the_last_pages_over_to_nobody(
+    max_tokens: int, stop_ids: tuple[int, ...], reason: str
+) -> None:
+    bench = Bench()
+    bench.runner.script["r", 0] = 7
+    bench.add("r", range(B + 1), max_tokens=max_tokens, stop_ids=stop_ids)
+    events = bench.run()
+    (drawn,) = (event for event in events if isinstance(event, Drawn))
+    assert drawn.reason is FinishReason(reason)
+    assert pages_of(events) == []
+    assert bench.is_idle()
+
+
+def test_forced_output_is_covered_and_the_position_counts_it() -> None:
+    bench = Bench()
+    bench.add("r", range(B), output_ids=(9, 8, 7))
+    events = bench.run()
+    (drawn,) = (event for event in events if isinstance(event, Drawn))
+    assert drawn.position == 3
+    assert drawn.token.token_id == golden([*range(B), 9, 8, 7], 1)[0]
+    assert [index for index, _ in pages_of(events)] == [0, 1]
+
+
+def test_an_abort_between_chunks_stops_the_computing_and_frees_all() -> None:
+    bench = Bench()
+    sequence = bench.add("r", range(20 * B))
+    events = bench.run(2)
+    bench.step.abort(sequence)
+    bench.step.abort(sequence)
+    num_tokens = bench.runner.num_tokens
+    assert not [event for event in bench.run() if isinstance(event, ChunkDone | Drawn | Failed)]
+    assert bench.runner.num_tokens == num_tokens == 4 * B
+    bench.step.release_pages([page for _, page in pages_of(events)])
+    assert bench.is_idle()
+
+
+def test_what_waits_past_its_deadline_is_never_computed() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("busy", range(10 * B), None)
+    bench.run(1)
+    late = bench.add("late", range(900, 900 + B), deadline=bench.clock() + 0.25)
+    events = bench.run()
+    (failed,) = (event for event in events if isinstance(event, Failed))
+    assert failed.sequence is late
+    assert isinstance(failed.error, DeadlineExceededError)
+    assert all(chunk.sequence is not late for plan in bench.runner.plans for chunk in plan.chunks)
+    with pytest.raises(DeadlineExceededError):
+        bench.add("dead", range(B), deadline=bench.clock())
+    assert bench.is_idle()
+
+
+def test_a_failed_draw_fails_its_own_sequence_alone() -> None:
+    bench = Bench(chunk_tokens=8 * B)
+    bench.runner.failures["bad", 0] = "logits are not numbers"
+    bad = bench.add("bad", range(B))
+    good = bench.add("good", range(100, 100 + B))
+    events = bench.run()
+    (failed,) = (event for event in events if isinstance(event, Failed))
+    (drawn,) = (event for event in events if isinstance(event, Drawn))
+    assert (failed.sequence, drawn.sequence) == (bad, good)
+    assert isinstance(failed.error, InternalError)
+    bench.step.release_pages([page for _, page in pages_of(events)])
+    assert bench.is_idle()
+
+
+def test_refusals_leave_nothing_behind() -> None:
+    bench = Bench(num_pages=4, max_waiting=1)
+    with pytest.raises(InvalidArgumentError, match=r"17.*5.*4"):
+        bench.add("huge", range(4 * B + 1))
+    bench.add("waits", range(B), None)
+    with pytest.raises(ResourceExhaustedError, match="max_waiting is 1"):
+        bench.add("too many", range(B))
+    bench.run()
+    assert bench.is_idle()
+
+
+def test_reports_come_when_something_changed_and_twice_a_second() -> None:
+    bench = Bench()
+    assert [type(event) for event in bench.step.step(bench.clock())] == [LoadReport]
+    assert bench.step.step(bench.clock()) == []
+    assert bench.step.next_wakeup(bench.clock()) == pytest.approx(0.5)
+    bench.add("r", range(2 * B), None)
+    assert bench.step.next_wakeup(bench.clock()) == 0
+    events = bench.run(1)
+    (load,) = (event.load for event in events if isinstance(event, LoadReport))
+    assert (load.pages_cached, load.prefill_tokens, load.generated_tokens) == (2, 2 * B, 1)
+    assert load.prefill_tokens_per_s == pytest.approx(2 * B / 0.1)
+    (cache,) = (event for event in events if isinstance(event, CacheReport))
+    assert (len(cache.stored), len(cache.removed)) == (2, 0)
