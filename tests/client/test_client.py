@@ -3,11 +3,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import fake_frontend as fake
-import grpc
+import fake_inference
 import pytest
 from fake_frontend import FakeFrontend
+from fake_inference import FakeInference
+from fake_trace import example
 from opentelemetry import trace
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, TracesData
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
 
 from pageferry.client import Client, PageferryError, Result, SyncClient
@@ -21,53 +22,12 @@ from pageferry.core.errors import (
     UnavailableError,
     invalid,
 )
-from pageferry.runtime.errors import abort
-from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
-
-
-class FakeInference(InferenceServiceServicer):
-    def __init__(self, frontend: FakeFrontend) -> None:
-        self.frontend = frontend
-        self.metadata: dict[str, str | bytes] = {}
-
-    async def Generate(self, request, context):  # noqa: N802
-        self.metadata = dict(context.invocation_metadata())
-        try:
-            async for event in self.frontend.generate(request, deadline=None, parent=None):
-                yield event
-        except PageferryError as error:
-            await abort(context, error)
-
-    async def Tokenize(self, request, context):  # noqa: N802
-        text = request.text or "".join(message.content for message in request.chat.messages)
-        return pb.TokenizeResponse(ids=[1] * len(text), pieces=list(text))
-
-    async def ListModels(self, request, context):  # noqa: N802
-        return self.frontend.list_models()
-
-    async def GetStatus(self, request, context):  # noqa: N802
-        return pb.GetStatusResponse(queued=3)
-
-    async def GetTrace(self, request, context):  # noqa: N802
-        if request.id == "unknown":
-            await abort(context, NotFoundError("trace unknown is not kept"))
-        data = TracesData(resource_spans=[ResourceSpans(schema_url=request.id)])
-        return pb.GetTraceResponse(trace_id=fake.TRACE_ID, traces_data=data.SerializeToString())
 
 
 @asynccontextmanager
 async def serving(*script: fake.Step) -> AsyncIterator[tuple[Client, FakeInference]]:
-    service = FakeInference(FakeFrontend(script or fake.HELLO))
-    server = grpc.aio.server()
-    add_InferenceServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        async with Client(f"127.0.0.1:{port}") as client:
-            yield client, service
-    finally:
-        await server.stop(None)
+    async with fake_inference.serving(*script) as (address, service), Client(address) as client:
+        yield client, service
 
 
 def check_hello(result: Result) -> None:
@@ -220,7 +180,7 @@ async def test_other_calls() -> None:
         assert len((await client.tokenize([{"role": "user", "content": "abc"}])).ids) == 3
         assert [model.name for model in await client.models()] == ["tiny"]
         assert (await client.status()).queued == 3
-        assert (await client.trace("last-id")).resource_spans[0].schema_url == "last-id"
+        assert await client.trace("some-id") == example()
         with pytest.raises(NotFoundError, match="not kept"):
             await client.trace("unknown")
     with pytest.raises(RuntimeError, match="async with"):
@@ -236,7 +196,7 @@ async def test_the_blocking_client_does_the_same() -> None:
             assert client.models()[0].name == "tiny"
             assert client.status().queued == 3
             assert list(client.tokenize("ab").ids) == [1, 1]
-            assert client.trace("x").resource_spans[0].schema_url == "x"
+            assert client.trace("some-id") == example()
             with pytest.raises(NotFoundError):
                 client.trace("unknown")
 

@@ -1,0 +1,67 @@
+"""`pageferry COMMAND`: arguments in, exit status out; errors are one line."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from pageferry import __version__
+from pageferry.cli import chat, demo, generate, status, trace, up
+from pageferry.core.errors import PageferryError, UnavailableError
+
+_INTERRUPTED = 130
+_UNREACHED = ("failed to connect", "dns resolution failed")  # as the gRPC library says it
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "up": (up.add_command, "start a router with prefill and decode workers on this machine"),
+    "generate": (generate.add_command, "ask once"),
+    "chat": (chat.add_command, "ask in a conversation"),
+    "status": (status.add_command, "show workers, pages and queues"),
+    "trace": (trace.add_command, "show a request's way as a waterfall"),
+    "demo": (demo.add_command, "start three processes, ask one question, show its trace"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the process's exit status."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except PageferryError as error:
+        return _fail(_message(error, arguments))
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # whoever read the output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        if sys.flags.dev_mode:  # python -X dev
+            raise
+        return _fail(f"{type(error).__name__}: {error}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pageferry", description="Serves a language model from separate prefill and decode processes."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (add_command, summary) in _COMMANDS.items():
+        description = f"{summary[0].upper()}{summary[1:]}."
+        add_command(commands.add_parser(name, help=summary, description=description, allow_abbrev=False))
+    return parser
+
+
+def _message(error: PageferryError, arguments: argparse.Namespace) -> str:
+    address = getattr(arguments, "address", "")
+    if address and isinstance(error, UnavailableError) and any(sign in error.message.lower() for sign in _UNREACHED):
+        return f"no router answers at {address}; start one with `pageferry up`, or name another with --address"
+    return error.message
+
+
+def _fail(message: str) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

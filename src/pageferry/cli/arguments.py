@@ -1,0 +1,33 @@
+"""Arguments that commands share."""
+
+import argparse
+from typing import cast
+
+from pageferry.client import Options
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"of the router; default {DEFAULT_ADDRESS}"
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, metavar="N", help="default: what the context length leaves")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: the model's own")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="ends the answer, and is left out of it; may be repeated"
+    )
+
+
+def sampling_options(arguments: argparse.Namespace) -> Options:
+    """What was given of `add_sampling`'s arguments."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return cast(Options, given)

@@ -1,0 +1,137 @@
+"""What `up` starts: a configuration, a port and a share of the cores for each process."""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from pageferry.cli.supervisor import ChildSpec
+from pageferry.core.config import Config
+from pageferry.core.errors import UnavailableError, invalid
+from pageferry.core.model_files import resolve_model
+
+_COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A router with its workers, before they are processes; ports are chosen, and stay."""
+
+    router: Config
+    workers: Mapping[str, Config]  # by role, e.g. "decode-0"
+
+    @property
+    def address(self) -> str:
+        """Where clients on this machine reach the router."""
+        return f"{_reachable(self.router.server.host)}:{self.router.server.port}"
+
+    @property
+    def http_url(self) -> str:
+        """Empty where HTTP is off."""
+        server = self.router.server
+        return f"http://{_reachable(server.host)}:{server.http_port}" if server.http_port else ""
+
+    def specs(self, directory: Path, environment: Mapping[str, str]) -> list[ChildSpec]:
+        """Write each process's configuration into the directory; the router comes first."""
+        return [
+            _spec(role, config, directory, environment)
+            for role, config in {"router": self.router, **self.workers}.items()
+        ]
+
+
+def plan(base: Config, num_prefill: int, num_decode: int, environment: Mapping[str, str]) -> Launch:
+    """Choose ports and thread counts. Raises PageferryError where the model or a port can't be had."""
+    if num_prefill < 0:
+        raise invalid("--prefill", num_prefill, "must be 0 (decode workers compute prompts) or positive")
+    if num_decode < 1:
+        raise invalid("--decode", num_decode, "must be at least 1")
+    resolve_model(base.engine.model)
+    server = base.server
+    with contextlib.ExitStack() as held:
+        # All are held open at once, so that none is chosen twice.
+        port = _hold(held, server.host, server.port, "--port")
+        http_port = _hold(held, server.host, server.http_port, "--http-port") if server.http_port else 0
+        roles = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
+        ports = {role: _hold(held, _LOOPBACK, 0, role) for role in roles}
+    router = replace(
+        base,
+        server=replace(server, port=port, http_port=http_port),
+        router=replace(base.router, prefill=_addresses(ports, "prefill-"), decode=_addresses(ports, "decode-")),
+        telemetry=replace(base.telemetry, metrics_port=0),
+    )
+    launch = Launch(router, {})
+    endpoint = base.telemetry.otlp_endpoint or ("" if environment.get(_COLLECTOR) else launch.address)
+    threads = base.engine.threads or max(1, num_cores() // len(roles))
+    workers = {
+        role: replace(
+            base,
+            server=replace(server, host=_LOOPBACK, port=worker_port, http_port=0),
+            engine=replace(base.engine, threads=threads),
+            telemetry=replace(base.telemetry, otlp_endpoint=endpoint, metrics_port=_metrics_port(base, index)),
+        )
+        for index, (role, worker_port) in enumerate(ports.items())
+    }
+    return replace(launch, workers=workers)
+
+
+def to_toml(config: Config) -> str:
+    """The configuration as the file that services read."""
+    lines = []
+    for section, values in asdict(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def free_port(host: str = _LOOPBACK) -> int:
+    """A port that is free now."""
+    with contextlib.ExitStack() as held:
+        return _hold(held, host, 0, "port")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _spec(role: str, config: Config, directory: Path, environment: Mapping[str, str]) -> ChildSpec:
+    path = directory / f"{role}.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    module = {"router": "router", "prefill": "prefill_svc", "decode": "decode_svc"}[role.partition("-")[0]]
+    command = (sys.executable, "-m", f"pageferry.{module}", "--config", str(path), "--die-with-parent")
+    threads = 1 if role == "router" else config.engine.threads
+    # The settings are in the file; a variable would win over it, in every process alike.
+    inherited = {name: value for name, value in environment.items() if not name.startswith("PAGEFERRY_")}
+    own = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(threads)}
+    return ChildSpec(role, command, inherited | own)
+
+
+def _hold(held: contextlib.ExitStack, host: str, port: int, name: str) -> int:
+    """Bind a port until the stack ends, to see that it can be had, and to learn its number."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    holder = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed connections don't count
+    try:
+        holder.bind((host, port))
+    except OSError as error:
+        raise UnavailableError(
+            f"{name} {port} on {host} can't be had: {error.strerror}; choose another", reason="PORT_UNAVAILABLE"
+        ) from None
+    return int(holder.getsockname()[1])
+
+
+def _addresses(ports: Mapping[str, int], prefix: str) -> tuple[str, ...]:
+    return tuple(f"{_LOOPBACK}:{port}" for role, port in ports.items() if role.startswith(prefix))
+
+
+def _metrics_port(base: Config, index: int) -> int:
+    return base.telemetry.metrics_port + index if base.telemetry.metrics_port else 0
+
+
+def _reachable(host: str) -> str:
+    return _LOOPBACK if host in ("0.0.0.0", "::") else host

@@ -1,0 +1,182 @@
+"""`pageferry up`: a router with its workers on this machine, supervised until a signal ends them."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pageferry.cli.launch import Launch, plan
+from pageferry.cli.supervisor import Report, Supervisor
+from pageferry.client import Client
+from pageferry.core.config import Config, load_config
+from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, invalid
+from pageferry.v1 import inference_pb2 as pb
+
+DEFAULT_PORT = 50051
+DEFAULT_HTTP_PORT = 8080
+_POLL_S = 0.1
+_PROGRESS = "progress"  # the event whose message is for people
+# Argument and the setting that it stands for.
+_SETTINGS = {
+    "host": "server.host",
+    "port": "server.port",
+    "http_port": "server.http_port",
+    "model": "engine.model",
+    "pages": "engine.page_format",
+    "page_size": "engine.page_size",
+    "kv_memory_mb": "engine.kv_memory_mb",
+    "threads": "engine.threads",
+}
+
+
+def add_command(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers; 0: decode workers do it")
+    parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers")
+    parser.add_argument("--model", metavar="DIR|FILE.gguf|NAME", help="default smollm2, the packaged one")
+    parser.add_argument("--pages", metavar="FORMAT", help="format of the pages: int8 (the default), bf16 or fp32")
+    parser.add_argument("--page-size", type=int, metavar="TOKENS", help="tokens a page; default 16")
+    parser.add_argument("--kv-memory-mb", type=int, metavar="MB", help="memory for pages of each worker; default 512")
+    parser.add_argument("--threads", type=int, metavar="N", help="of each worker; default: the cores, divided")
+    parser.add_argument("--host", metavar="ADDRESS", help="that the router listens on; default 127.0.0.1")
+    parser.add_argument("--port", type=int, help=f"of gRPC; default {DEFAULT_PORT}; 0: a free one")
+    parser.add_argument("--http-port", type=int, help=f"of HTTP; default {DEFAULT_HTTP_PORT}; 0: off")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="any other setting; may be repeated"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    launch = plan(base_config(arguments), arguments.prefill, arguments.decode, os.environ)
+    return asyncio.run(_up(launch))
+
+
+def base_config(arguments: argparse.Namespace) -> Config:
+    """Defaults, then PAGEFERRY_SECTION_FIELD, then flags. Raises InvalidArgumentError."""
+    overrides: dict[str, object] = {}
+    for text in arguments.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise invalid("--set", text, "must be SECTION.FIELD=VALUE")
+        overrides[name] = value
+    for name, setting in _SETTINGS.items():
+        if (value := getattr(arguments, name)) is not None:
+            overrides[setting] = value
+    # The defaults of `up` where neither flags nor the environment say anything.
+    ports = {"PAGEFERRY_SERVER_PORT": str(DEFAULT_PORT), "PAGEFERRY_SERVER_HTTP_PORT": str(DEFAULT_HTTP_PORT)}
+    try:
+        return load_config(None, {**ports, **os.environ}, overrides)
+    except InvalidArgumentError as error:
+        message = error.message
+        for name, setting in _SETTINGS.items():
+            message = message.replace(f"option {setting}: {setting}", f"--{name.replace('_', '-')}")
+        raise InvalidArgumentError(message, reason=error.reason) from None
+
+
+@contextlib.asynccontextmanager
+async def started(launch: Launch, report: Report, environment: Mapping[str, str]) -> AsyncIterator[Supervisor]:
+    """All processes, running and ready; drained at the end. Raises PageferryError where one can't start.
+
+    SIGTERM and the first Ctrl-C cancel the calling task, and so lead to the end; a second Ctrl-C kills.
+    """
+    with tempfile.TemporaryDirectory(prefix="pageferry-") as directory:
+        specs = launch.specs(Path(directory), environment)
+        async with Supervisor(specs, report, grace_s=launch.router.server.drain_grace_s) as supervisor:
+            _handle_signals(supervisor)
+            await _until_ready(launch, supervisor)
+            yield supervisor
+
+
+async def _up(launch: Launch) -> int:
+    try:
+        async with started(launch, _report, os.environ):
+            print(_ready_line(launch), flush=True)
+            await asyncio.Event().wait()
+    except asyncio.CancelledError:  # a signal
+        pass
+    return 0
+
+
+def _handle_signals(supervisor: Supervisor) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+
+    def handle(number: int) -> None:
+        if not supervisor.draining:
+            task.cancel()
+        elif number == signal.SIGINT:
+            supervisor.kill()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, handle, number)
+
+
+async def _until_ready(launch: Launch, supervisor: Supervisor) -> None:
+    ready = asyncio.create_task(_all_ready(launch))
+    outcomes: list[asyncio.Future[Any]] = [ready, supervisor.failed]
+    try:
+        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.failed.done():
+            raise supervisor.failed.result()
+        await ready
+    finally:
+        ready.cancel()
+    supervisor.settle()
+
+
+async def _all_ready(launch: Launch) -> None:
+    async with Client(launch.address) as client:
+        while True:
+            with contextlib.suppress(UnavailableError):
+                if _is_ready(await client.status(), len(launch.workers)):
+                    return
+            await asyncio.sleep(_POLL_S)
+
+
+def _is_ready(status: pb.GetStatusResponse, num_workers: int) -> bool:
+    for worker in status.workers:
+        if worker.state == "refused":
+            raise FailedPreconditionError(f"{worker.role} worker {worker.address} is refused: {worker.reason}")
+    return len(status.workers) == num_workers and all(worker.state == "ready" for worker in status.workers)
+
+
+def _ready_line(launch: Launch) -> str:
+    engine = launch.router.engine
+    counts = [sum(role.startswith(kind) for role in launch.workers) for kind in ("prefill", "decode")]
+    http = f", {launch.http_url}" if launch.http_url else ""
+    workers = f"{counts[0]} prefill and {counts[1]} decode workers"
+    return f"ready: grpc {launch.address}{http}; {engine.model}, {engine.page_format} pages, {workers}"
+
+
+def report_progress(role: str, line: str) -> None:
+    """Print a child's progress and what went wrong with it, and leave its other logs out."""
+    entry = _entry(line)
+    if entry is None or entry.get("level") in ("warning", "error"):
+        _print(role, line)
+    elif entry["event"] == _PROGRESS:
+        _print(role, str(entry.get("message")))
+
+
+def _report(role: str, line: str) -> None:
+    entry = _entry(line)
+    _print(role, str(entry.get("message")) if entry is not None and entry["event"] == _PROGRESS else line)
+
+
+def _print(role: str, text: str) -> None:
+    print(f"{role:<10} {text}", file=sys.stderr, flush=True)
+
+
+def _entry(line: str) -> dict[str, object] | None:
+    """A line of log; None for text."""
+    with contextlib.suppress(ValueError):
+        entry = json.loads(line)
+        if isinstance(entry, dict) and "event" in entry:
+            return entry
+    return None

@@ -1,0 +1,187 @@
+"""A trace as a waterfall of text: one line a span, with its service, duration, bar and key attributes."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status, TracesData
+
+BAR_WIDTH = 32
+_ROOT = "pageferry.request"
+_PACKAGE = "pageferry.v1."
+# Attributes that say nothing beside a span's own name and place.
+_NOISE = ("rpc.", "error.", "server.", "network.", "gen_ai.operation", "gen_ai.provider", "pageferry.request_id")
+Value = str | float | bool | list[str]
+
+
+@dataclass(slots=True)
+class Node:
+    """A span with those that it is the parent of, earliest first."""
+
+    name: str
+    service: str
+    kind: str  # "client", "server", or empty
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    error: str  # empty where the span is fine
+    attributes: dict[str, Value]
+    children: list["Node"] = field(default_factory=list)
+
+    @property
+    def duration_ms(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e6
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, "Node"]]:
+        """The node and all below it, each with its depth, in the order of the waterfall."""
+        yield depth, self
+        for child in self.children:
+            yield from child.walk(depth + 1)
+
+
+def trees(data: TracesData) -> list[Node]:
+    """The spans as trees; a span whose parent is not in the trace is a root."""
+    nodes = [node for resource in data.resource_spans for node in _nodes(resource)]
+    nodes.sort(key=lambda node: (node.start_ns, node.end_ns))
+    by_id = {node.span_id: node for node in nodes}
+    roots: list[Node] = []
+    for node in nodes:
+        parent = by_id.get(node.parent_id)
+        (parent.children if parent is not None else roots).append(node)
+    return roots
+
+
+def is_whole(data: TracesData) -> bool:
+    """Whether the request's span is there, every parent is, and the other end of every call."""
+    roots = trees(data)
+    if [root.name for root in roots] != [_ROOT]:
+        return False
+    calls = [node for _, node in roots[0].walk() if node.kind == "client" and not node.error]
+    return all(any(child.kind == "server" for child in call.children) for call in calls)
+
+
+def render(data: TracesData, *, max_width: int | None = None) -> list[str]:
+    """The waterfall's lines. Bars share one time axis; where hosts' clocks differ they may stand apart."""
+    rows = [row for root in trees(data) for row in root.walk()]
+    if not rows:
+        return ["the trace has no spans"]
+    start = min(node.start_ns for _, node in rows)
+    total = max(max(node.end_ns for _, node in rows) - start, 1)
+    names = ["  " * depth + _title(node) for depth, node in rows]
+    name_width = max(map(len, names))
+    service_width = max(len(node.service) for _, node in rows)
+    lines = [f"{len(rows)} spans, {_duration(total / 1e6)}"]
+    for name, (_, node) in zip(names, rows, strict=True):
+        bar = _bar((node.start_ns - start) / total, (node.end_ns - start) / total)
+        cells = f"{name:<{name_width}}  {node.service:<{service_width}}  {_duration(node.duration_ms):>9}  {bar}"
+        lines.append(f"{cells}  {_notes(node)}".rstrip())
+    return [line if max_width is None or len(line) <= max_width else line[: max_width - 1] + "…" for line in lines]
+
+
+def as_json(data: TracesData) -> list[dict[str, object]]:
+    """The spans as plain objects, in the order of the waterfall."""
+    return [
+        {
+            "name": node.name,
+            "service": node.service,
+            "kind": node.kind or "internal",
+            "span_id": node.span_id,
+            "parent_span_id": node.parent_id,
+            "depth": depth,
+            "start_unix_ns": node.start_ns,
+            "duration_ms": node.duration_ms,
+            "error": node.error,
+            "attributes": node.attributes,
+        }
+        for root in trees(data)
+        for depth, node in root.walk()
+    ]
+
+
+def bytes_text(num_bytes: float) -> str:
+    """E.g. `414 kB`; powers of ten."""
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
+
+
+def _nodes(resource: object) -> Iterator[Node]:
+    service = _attributes(resource.resource.attributes).get("service.name", "")  # type: ignore[attr-defined]
+    for scope in resource.scope_spans:  # type: ignore[attr-defined]
+        for span in scope.spans:
+            failed = span.status.code == Status.STATUS_CODE_ERROR
+            kind = Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower()
+            yield Node(
+                name=span.name,
+                service=str(service).removeprefix("pageferry-"),
+                kind=kind if kind in ("client", "server") else "",
+                span_id=span.span_id.hex(),
+                parent_id=span.parent_span_id.hex(),
+                start_ns=span.start_time_unix_nano,
+                end_ns=span.end_time_unix_nano,
+                error=(span.status.message or "error") if failed else "",
+                attributes=_attributes(span.attributes),
+            )
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Value]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: AnyValue) -> Value:
+    match value.WhichOneof("value"):
+        case "string_value":
+            return value.string_value
+        case "int_value":
+            return value.int_value
+        case "double_value":
+            return value.double_value
+        case "bool_value":
+            return value.bool_value
+        case "array_value":
+            return [str(_value(item)) for item in value.array_value.values]
+        case _:
+            return ""
+
+
+def _title(node: Node) -> str:
+    name = node.name.removeprefix(_PACKAGE)
+    return f"{name} ({node.kind})" if node.kind and node.parent_id and name != _ROOT else name
+
+
+def _bar(start: float, end: float) -> str:
+    first = min(int(start * BAR_WIDTH), BAR_WIDTH - 1)
+    length = max(1, round(end * BAR_WIDTH) - first)
+    return ("·" * first + "█" * length).ljust(BAR_WIDTH, "·")[:BAR_WIDTH]
+
+
+def _notes(node: Node) -> str:
+    notes = [
+        f"{key.rpartition('.')[2].removesuffix('_ms')}={_text(key, value)}"
+        for key, value in node.attributes.items()
+        if not key.startswith(_NOISE)
+    ]
+    return " ".join([f"error: {node.error}", *notes] if node.error else notes)
+
+
+def _text(key: str, value: Value) -> str:
+    if isinstance(value, bool | str):
+        return str(value).lower() if isinstance(value, bool) else value
+    if isinstance(value, list):
+        return ",".join(value)
+    if key.endswith("_ms"):
+        return _duration(value).replace(" ", "")
+    if key.endswith("bytes"):
+        return bytes_text(value).replace(" ", "")
+    if key.endswith("hidden"):
+        return f"{value:.0%}"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _duration(milliseconds: float) -> str:
+    if milliseconds >= 10_000:
+        return f"{milliseconds / 1000:.1f} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.1f} ms"

@@ -1,0 +1,190 @@
+"""Commands against a router in this process; each runs in a thread, as `main` has an event loop of its own."""
+
+import argparse
+import asyncio
+import io
+import json
+from collections.abc import Iterator
+
+import fake_frontend as fake
+import fake_inference
+import pytest
+from fake_trace import TRACE_ID
+
+from pageferry.cli import chat
+from pageferry.cli.__main__ import build_parser, main
+from pageferry.client import SyncClient
+from pageferry.core.errors import UnavailableError
+
+DOWN = "127.0.0.1:1"
+
+
+async def run(*argv: str) -> int:
+    return await asyncio.to_thread(main, argv)
+
+
+async def test_generate_prints_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_inference.serving() as (address, service):
+        options = ("--max-tokens", "8", "--temperature", "0", "--seed", "7", "--stop", "a", "--stop", "b")
+        assert await run("generate", "Say hello", "--system", "Be brief", "--address", address, *options) == 0
+    assert capsys.readouterr().out == "Hello\n"
+    (request,) = service.frontend.requests
+    chat_messages = [(message.role, message.content) for message in request.chat.messages]
+    assert chat_messages == [("system", "Be brief"), ("user", "Say hello")]
+    assert request.stop.max_tokens == 8 and list(request.stop_strings) == ["a", "b"]
+    assert request.sampling.HasField("temperature") and request.sampling.temperature == 0
+    assert request.sampling.seed == 7 and not request.sampling.HasField("top_p")
+
+
+async def test_generate_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_inference.serving() as (address, service):
+        assert await run("generate", "Once", "--raw", "--json", "--trace", "--address", address) == 0
+    assert service.frontend.requests[0].prompt == "Once"
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "text": "Hello",
+        "token_ids": [10, 11],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 4},
+        "trace_id": fake.TRACE_ID,
+        "timings_ms": {"queue": 1, "prefill": 20, "transfer_tail": 3, "ttft": 25, "total": 60},
+        "pages": {"format": "int8", "shipped": 3, "cached": 1, "bytes": 4096},
+    }
+    assert "kv.push" in err and "3 pages shipped, 1 cached; 4.1 kB as int8; 75% of the transfer hidden" in err
+
+
+async def test_a_prompt_from_standard_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a file"))
+    async with fake_inference.serving() as (address, service):
+        assert await run("generate", "-", "--raw", "--address", address) == 0
+    assert service.frontend.requests[0].prompt == "from a file"
+
+
+async def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = UnavailableError("the decode worker is gone", reason="WORKER_GONE")
+    async with fake_inference.serving(*fake.HELLO[:2], error) as (address, _):
+        assert await run("generate", "a", "--address", address) == 1
+    assert capsys.readouterr() == ("Hel\n", "error: the decode worker is gone\n")
+
+
+@pytest.mark.parametrize("command", [("generate", "a"), ("status",), ("trace",), ("chat",)])
+def test_nobody_listens(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--address", DOWN]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"error: no router answers at {DOWN}; start one with `pageferry up`")
+
+
+def test_a_value_its_field_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "a", "--top-k", "-1", "--address", DOWN]) == 1
+    assert capsys.readouterr().err.startswith("error: top_k ")
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        (),
+        ("fly",),
+        ("generate",),
+        ("generate", "a", "--max-tokens", "many"),
+        ("generate", "a", "--max", "5"),
+        ("generate", "a", "--raw", "--chat"),
+        ("generate", "a", "--raw", "--system", "b"),
+        ("up", "--port", "x"),
+    ],
+)
+def test_wrong_usage_exits_with_2(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert "usage: pageferry" in capsys.readouterr().err
+
+
+def test_every_command_has_help() -> None:
+    (commands,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
+    assert set(commands.choices) == {"up", "generate", "chat", "status", "trace", "demo"}
+    assert all("--help" in parser.format_help() for parser in commands.choices.values())
+
+
+async def test_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_inference.serving() as (address, _):
+        assert await run("trace", "--address", address) == 0
+        shown = capsys.readouterr().out
+        assert await run("trace", "r-1", "--json", "--address", address) == 0
+    assert shown.startswith(f"trace {TRACE_ID.hex()}: 10 spans, 120 ms\npageferry.request ")
+    document = json.loads(capsys.readouterr().out)
+    assert document["trace_id"] == TRACE_ID.hex() and len(document["spans"]) == 10
+
+
+async def test_a_trace_that_is_not_there_is_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pageferry.cli.trace.LATE_SPANS_S", 0.0)
+    async with fake_inference.serving() as (address, _):
+        assert await run("trace", "unknown", "--address", address) == 1
+    assert capsys.readouterr().err == "error: trace unknown is not kept\n"
+
+
+async def test_status(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_inference.serving() as (address, _):
+        assert await run("status", "--address", address) == 0
+        head, headings, row, reason = capsys.readouterr().out.splitlines()
+        assert await run("status", "--json", "--address", address) == 0
+    assert head == "router: 0 running, 3 queued"
+    assert headings.split()[:3] == ["WORKER", "ADDRESS", "STATE"]
+    assert row.split() == ["decode", "127.0.0.1:7000", "down", "0", "0", "0", "64", "60", "0", "0", "0", "512"]
+    assert reason == "decode 127.0.0.1:7000: it does not answer"
+    document = json.loads(capsys.readouterr().out)
+    assert document["queued"] == 3 and document["workers"][0]["load"]["pages_free"] == 60
+
+
+def typing(*lines: str) -> Iterator[str]:
+    yield from lines
+    raise EOFError
+
+
+async def test_chat_keeps_the_conversation(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = typing("one", "  ", "two", "/new", "three")
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    async with fake_inference.serving() as (address, service):
+        assert await run("chat", "--system", "Be brief", "--address", address) == 0
+    asked = [[message.content for message in request.chat.messages] for request in service.frontend.requests]
+    assert asked == [["Be brief", "one"], ["Be brief", "one", "Hello", "two"], ["Be brief", "three"]]
+    assert capsys.readouterr().out.startswith("tiny. ")
+
+
+async def test_chat_goes_on_after_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = typing("one", "two")
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    async with fake_inference.serving(fake.started(), UnavailableError("no worker", reason="NO_WORKER")) as (
+        address,
+        service,
+    ):
+        assert await run("chat", "--address", address) == 0
+    assert [len(request.chat.messages) for request in service.frontend.requests] == [1, 1]
+    assert capsys.readouterr().err == "error: no worker\n" * 2
+
+
+async def test_ctrl_c_ends_an_answer_and_keeps_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = typing("one", "two")
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    num_printed = 0
+
+    def interrupting(*texts: str, **options: object) -> None:
+        nonlocal num_printed
+        num_printed += texts == ("lo",)
+        if texts == ("lo",) and num_printed == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "print", interrupting, raising=False)
+
+    def talk(address: str) -> int:
+        with SyncClient(address) as client:
+            return chat.converse(client, [], {})
+
+    async with fake_inference.serving(*fake.HELLO[:3], fake.finished()) as (address, service):
+        assert await asyncio.to_thread(talk, address) == 0
+    asked = [[message.content for message in request.chat.messages] for request in service.frontend.requests]
+    assert asked == [["one"], ["one", "Hello", "two"]]

@@ -1,0 +1,63 @@
+"""The waterfall of a fixed trace, compared with a golden file; `--rewrite` writes it anew."""
+
+from pathlib import Path
+
+import pytest
+from fake_trace import DECODE, PREFILL, example, of_service, span
+from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
+
+from pageferry.cli import waterfall
+
+GOLDEN = Path(__file__).parent.parent / "scenarios" / "waterfall.txt"
+
+
+def test_golden(request: pytest.FixtureRequest) -> None:
+    text = "\n".join(waterfall.render(example())) + "\n"
+    if request.config.getoption("--rewrite"):
+        GOLDEN.write_text(text, encoding="utf-8")
+    assert text == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_lines_are_cut_to_the_terminal() -> None:
+    lines = waterfall.render(example(), max_width=80)
+    assert max(map(len, lines)) == 80 and any(line.endswith("…") for line in lines)
+
+
+def test_no_spans() -> None:
+    assert waterfall.render(TracesData()) == ["the trace has no spans"]
+    assert not waterfall.is_whole(TracesData())
+
+
+@pytest.mark.parametrize("lost", [*range(1, 11), None])
+def test_a_trace_is_whole_when_every_call_has_both_ends(lost: int | None) -> None:
+    data = example()
+    for resource in data.resource_spans:
+        spans = resource.scope_spans[0].spans
+        for index, candidate in enumerate(spans):
+            if lost is not None and candidate.span_id == lost.to_bytes(8):
+                del spans[index]
+                break
+    is_leaf = lost in (2, 6, 9)  # spans of which nothing else tells
+    assert waterfall.is_whole(data) == (lost is None or is_leaf)
+
+
+def test_a_call_that_failed_has_no_other_end_to_wait_for() -> None:
+    failed = span((2, 1), PREFILL, "client", (0, 1))
+    failed.status.code = Status.STATUS_CODE_ERROR
+    root = span((1, 99), "pageferry.request", "server", (0, 2))
+    assert waterfall.is_whole(TracesData(resource_spans=[of_service("router", root, failed)]))
+
+
+def test_json_has_the_same_order() -> None:
+    spans = waterfall.as_json(example())
+    assert [entry["name"] for entry in spans[:3]] == ["pageferry.request", "queue", DECODE]
+    assert spans[0]["parent_span_id"] == "" and spans[1]["parent_span_id"] == spans[0]["span_id"]
+    chunk = next(entry for entry in spans if entry["name"] == "prefill.chunk")
+    assert chunk["duration_ms"] == 48 and chunk["attributes"]["names"] == ["a", "b"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (414_720, "415 kB"), (1_105_920, "1.11 MB"), (5e12, "5e+03 GB")]
+)
+def test_bytes_text(num_bytes: float, text: str) -> None:
+    assert waterfall.bytes_text(num_bytes) == text
