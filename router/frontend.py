@@ -31,6 +31,7 @@ from pageferry.router.tokenizer import Tokenizer
 from pageferry.router.workers import Fleet, Role
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.trace_store import REQUEST_SPAN, TraceStore
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FinishReason
@@ -135,6 +136,7 @@ class Frontend:
             trace_id=format_trace_id(span.get_span_context().trace_id),
             model=self._model.name,
             prompt_tokens=len(admitted.prompt_ids),
+            traceparent=inject_context(set_span_in_context(span)).get("traceparent", ""),
         )
         self._live[admitted.request_id] = generation
         self._idle.clear()

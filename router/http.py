@@ -27,6 +27,7 @@ from pageferry.router import openai_reply as reply
 from pageferry.router.http_generation import GenerationResponse, Generator, dump
 from pageferry.router.openai_request import ParsedRequest, parse_chat, parse_completion
 from pageferry.router.strict_json import refuse
+from pageferry.runtime.logs import log
 
 _MAX_REQUEST_ID = 128
 _BACKLOG = 2048
@@ -163,24 +164,25 @@ def _json(value: reply.Json, status: int = 200, headers: Mapping[str, str] | Non
     return Response(dump(value), status, headers, "application/json")
 
 
-def _on_error(request: Request, error: PageferryError) -> Response:
+async def _on_error(request: Request, error: PageferryError) -> Response:
     headers = {"x-request-id": request.headers.get("x-request-id", "")}
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     return _json(reply.error_body(error), reply.error_status(error), {k: v for k, v in headers.items() if v})
 
 
-def _on_http_error(request: Request, error: HTTPException) -> Response:
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
     reason = HTTPStatus(error.status_code).name.lower()
     body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": reason}
     return _json({"error": body}, error.status_code, error.headers)
 
 
-def _on_disconnect(request: Request, error: ClientDisconnect) -> Response:
+async def _on_disconnect(request: Request, error: ClientDisconnect) -> Response:
     return Response(status_code=400)  # nobody reads it: the client left while it sent the body
 
 
-def _on_bug(request: Request, error: Exception) -> Response:
+async def _on_bug(request: Request, error: Exception) -> Response:
+    log("http_failed", level="error", exc_info=True, path=request.url.path)
     return _json(reply.error_body(InternalError("the server failed; see its log")), 500)
 
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from pageferry.core.errors import InternalError, PageferryError
 from pageferry.router import openai_reply as reply
 from pageferry.router.openai_request import ParsedRequest
+from pageferry.runtime.logs import log
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
@@ -105,6 +106,13 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def _known(error: Exception) -> PageferryError:
+    if isinstance(error, PageferryError):
+        return error
+    log("http_stream_failed", level="error", exc_info=True)
+    return InternalError("the server failed; see its log")
+
+
 async def _next(events: Events) -> pb.GenerateResponse:
     event = await anext(events, None)
     if event is None:
@@ -113,8 +121,12 @@ async def _next(events: Events) -> pb.GenerateResponse:
 
 
 async def _send_start(send: Send, content_type: str, started: pb.Started) -> None:
-    headers = {"content-type": content_type, "cache-control": "no-cache", "x-request-id": started.request_id}
-    headers["x-trace-id"] = started.trace_id
+    headers = {
+        "content-type": content_type,
+        "cache-control": "no-cache",
+        "x-request-id": started.request_id,
+        "traceparent": started.traceparent,
+    }
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": 200, "headers": encoded})
 

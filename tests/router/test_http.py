@@ -192,7 +192,7 @@ async def test_trace_context_goes_in_and_comes_out() -> None:
     parent = trace.get_current_span(frontend.parents[0]).get_span_context()
     assert format(parent.trace_id, "032x") == fake.TRACE_ID and parent.is_remote
     assert not trace.get_current_span(frontend.parents[1]).get_span_context().is_valid
-    assert response.headers["x-trace-id"] == fake.TRACE_ID
+    assert response.headers["traceparent"] == fake.TRACEPARENT
 
 
 async def test_models_health_and_metrics() -> None:

@@ -8,12 +8,19 @@ from opentelemetry.context import Context
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
 Step = pb.GenerateResponse | Exception | asyncio.Event
 
 
 def started(request_id: str = "r-1", prompt_tokens: int = 5) -> pb.GenerateResponse:
     return pb.GenerateResponse(
-        started=pb.Started(request_id=request_id, trace_id=TRACE_ID, model="tiny", prompt_tokens=prompt_tokens)
+        started=pb.Started(
+            request_id=request_id,
+            trace_id=TRACE_ID,
+            model="tiny",
+            prompt_tokens=prompt_tokens,
+            traceparent=TRACEPARENT,
+        )
     )
 
 
