@@ -79,6 +79,10 @@ class DecodeWorker:
             vocab_size=served.limits.vocab_size,
         )
 
+    def start(self) -> None:
+        self.engine.start()
+        self.engine.failed.add_done_callback(lambda failed: self._fail_all(failed.result()))
+
     async def decode(self, request: pb.DecodeRequest, context: Any) -> None:
         with counted(self._publisher.metrics) as outcome:
             work = work_from_proto(request.work)
@@ -169,6 +173,12 @@ class DecodeWorker:
             case Failed():
                 call.end = event.error
         call.changed.set()
+
+    def _fail_all(self, failure: BaseException) -> None:
+        error = UnavailableError(f"the worker's engine failed: {type(failure).__name__}", reason="ENGINE_FAILED")
+        for call in self._calls.values():
+            call.end = error
+            call.changed.set()
 
     def _record_end(self, call: _Call, end: Completed) -> None:
         first_step = end.ended if end.first_step is None else end.first_step

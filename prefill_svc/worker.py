@@ -85,6 +85,10 @@ class PrefillWorker:
         self._shipments: set[asyncio.Task[None]] = set()
         self.engine = EngineThread(step, self._deliver, name="prefill-engine", clock=clock)
 
+    def start(self) -> None:
+        self.engine.start()
+        self.engine.failed.add_done_callback(lambda failed: self._fail_all(failed.result()))
+
     async def stop(self) -> None:
         """After the server's end: end the pushes, then the engine's thread."""
         for shipment in self._shipments:
@@ -205,6 +209,11 @@ class PrefillWorker:
             prefill_ms=(drawn.time - first_chunk) * 1000,
             cached_tokens=call.sequence.num_cached,
         )
+
+    def _fail_all(self, failure: BaseException) -> None:
+        error = UnavailableError(f"the worker's engine failed: {type(failure).__name__}", reason="ENGINE_FAILED")
+        for call in self._calls.values():
+            call.outcomes.put_nowait(error)
 
     def _give_back(self, pages: ListLike[PageId]) -> None:
         held = list(pages)

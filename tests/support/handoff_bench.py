@@ -82,7 +82,7 @@ class Side:
 
     async def start(self) -> None:
         self.port = await self.server.start()
-        self.worker.engine.start()
+        self.worker.start()
 
     async def stop(self) -> None:
         await self.server.__aexit__(None, None, None)
@@ -135,7 +135,7 @@ class DecodeSide(Side):
         spans = PastSpans(self.tracer, settings.clock)
         self.worker = DecodeWorker(self.step, served, spans, self.publisher, settings.clock)
         self.service.attach(self.worker, self.pages, self.executor)
-        self.worker.engine.start()
+        self.worker.start()
 
 
 class Bench:

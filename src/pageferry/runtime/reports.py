@@ -1,7 +1,7 @@
 """What a worker tells its watchers: made on the engine's thread, published on the event loop."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pageferry.core.load import ReportTimer
 from pageferry.core.pool import PagePool
@@ -66,15 +66,17 @@ class Reporter:
         return load
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Publisher:
-    """Passes reports on, on the event loop."""
+    """Passes reports on, on the event loop, and keeps the last load for snapshots."""
 
     hub: WorkerHub
     metrics: Metrics
+    load: WorkerLoad = field(default_factory=WorkerLoad)
 
     def publish(self, report: Report) -> None:
         if isinstance(report, LoadReport):
+            self.load = report.load
             self.hub.publish_load(report.load)
             self.metrics.set_load(report.load)
         else:

@@ -1,0 +1,156 @@
+"""The process of a worker: listens at once, loads its model, serves until it is told to stop, drains."""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from opentelemetry.trace import Tracer
+
+from pageferry.core.config import Config, ServerConfig
+from pageferry.core.errors import InternalError, invalid
+from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.logs import log
+from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.reports import Publisher
+from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.telemetry import configure_tracing
+from pageferry.runtime.worker_hub import WorkerHub
+from pageferry.v1.worker_pb2 import Snapshot
+from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+
+INCARNATION_BYTES = 16
+_FAILED_CALLS_S = 1.0  # for calls to take the news that the engine failed
+_WILDCARDS = ("0.0.0.0", "::", "[::]")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    """What the process gives its worker."""
+
+    config: Config
+    incarnation: bytes
+    address: str  # host:port at which peers reach this process
+    tracer: Tracer
+    publisher: Publisher
+    executor: ThreadPoolExecutor  # the one transfer thread
+    clock: Callable[[], float] = time.monotonic
+
+
+class WorkerMain(Protocol):
+    """One kind of worker."""
+
+    name: str
+
+    def register(self, server: GrpcServer) -> None:
+        """Add the services; until `load` is done they refuse calls."""
+        ...
+
+    async def load(self, parts: WorkerParts) -> EngineThread[Any]:
+        """Load the model, warm up, and let the services serve."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """All but the cached hashes. Raises UnavailableError until `load` is done."""
+        ...
+
+    async def close(self) -> None:
+        """After the server's end, whether or not `load` is done."""
+        ...
+
+
+async def serve_worker(config: Config, stop: asyncio.Event, main: WorkerMain) -> int:
+    """Run a worker until `stop`. Raises what keeps it from serving."""
+    log("starting", config=config.describe())
+    tracing = configure_tracing(f"pageferry-{main.name}", config.telemetry)
+    executor = ThreadPoolExecutor(1, thread_name_prefix="transfer")
+    try:
+        async with GrpcServer(config.server, tracing.tracer) as server:
+            await _serve(config, stop, main, server, tracing.tracer, executor)
+    finally:
+        await main.close()
+        executor.shutdown(wait=False)
+        tracing.shutdown()
+    return 0
+
+
+async def _serve(
+    config: Config,
+    stop: asyncio.Event,
+    main: WorkerMain,
+    server: GrpcServer,
+    tracer: Tracer,
+    executor: ThreadPoolExecutor,
+) -> None:
+    async def drain(grace_s: float | None) -> int:
+        publisher.hub.publish_draining()
+        return await server.drain(config.server.drain_grace_s if grace_s is None else grace_s)
+
+    incarnation = secrets.token_bytes(INCARNATION_BYTES)
+    publisher = Publisher(WorkerHub(incarnation, main.snapshot, drain), Metrics())
+    server.add(add_WorkerServiceServicer_to_server, publisher.hub, "pageferry.v1.WorkerService")
+    main.register(server)
+    address = f"{advertised_host(config.server)}:{await server.start()}"
+    if config.telemetry.metrics_port:
+        publisher.metrics.serve(config.server.host, config.telemetry.metrics_port)
+    log("listening", address=address)
+    parts = WorkerParts(config, incarnation, address, tracer, publisher, executor)
+    stopping = asyncio.create_task(stop.wait())
+    loading = asyncio.create_task(main.load(parts))
+    await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        loading.cancel()
+        return
+    engine = await loading
+    await server.set_serving(True)
+    log("ready", address=address)
+    await asyncio.wait((engine.failed, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if engine.failed.done():
+        failure = engine.failed.result()
+        log("engine_failed", level="error", error=failure)
+        await drain(_FAILED_CALLS_S)
+        raise InternalError(f"the engine failed: {type(failure).__name__}: {failure}", reason="ENGINE_FAILED")
+    await drain(None)
+
+
+def advertised_host(server: ServerConfig) -> str:
+    """The host that peers are told. Raises InvalidArgumentError where it isn't set and `host` says "all"."""
+    if server.advertised_host:
+        return server.advertised_host
+    if server.host in _WILDCARDS:
+        limit = f"must be the name or address by which peers reach this process, as server.host is {server.host}"
+        raise invalid("server.advertised_host", server.advertised_host, limit)
+    return server.host
+
+
+async def in_background(function: Callable[[], T]) -> T:
+    """Run a function that can't be interrupted, on a thread that doesn't keep the process from ending."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, failure = None, None
+        try:
+            value = function()
+        except BaseException as error:
+            failure = error
+        try:
+            loop.call_soon_threadsafe(settle, value, failure)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return await result
