@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scheduling import Driver, golden, hold, layout, sequence
+from scheduling import Driver, golden, hold, layout, prompt, sequence
 
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
@@ -14,8 +14,8 @@ from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import Sequence, SequenceStatus
 
 PAGE_SIZE = 4
-# Few different tokens, so that prompts often share pages, and whole prompts.
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=30)
+# Few different ones, so that they often share pages, and whole prompts; lengths that fill pages are frequent.
+PROMPTS = st.builds(prompt, st.integers(1, 30) | st.sampled_from([8, 12, 16]), st.integers(0, 2))
 CONFIGS = st.fixed_dictionaries(
     {
         "max_num_seqs": st.integers(1, 5),
@@ -117,7 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_copy(self) -> None:
         self.driver.pool.release(self.held.pop(0))
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.live and self.in_flight is None)
     @rule(data=st.data())
     def fail_sampling(self, data: st.DataObject) -> None:
         self.driver.model.failing.add(data.draw(st.sampled_from(self.live)))

@@ -61,8 +61,8 @@ class PageTables:
         needed, limit = self.num_pages(num_tokens), self._pool.num_pages
         if needed > limit:
             text = (
-                f"{what} needs the pages of {num_tokens} tokens, {needed}, but the pool has {limit}, "
-                f"for {limit * self._page_size} tokens"
+                f"{what} needs {needed} pages, for {num_tokens} tokens; "
+                f"the pool has {limit}, for {limit * self._page_size} tokens"
             )
             violations = (FieldViolation("prompt_ids", text),)
             raise InvalidArgumentError(f"prompt_ids: {text}", reason="EXCEEDS_POOL", violations=violations)
