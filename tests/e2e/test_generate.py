@@ -82,8 +82,7 @@ async def test_a_repeated_prompt_is_cached_and_answers_the_same(split: Cluster) 
         cold = await generate(stub, greedy(prompt, 8))
         warm = await generate(stub, greedy(prompt, 8))
     assert cold.usage.cached_tokens == 0
-    assert 0 < warm.usage.cached_tokens < 96
-    assert warm.usage.cached_tokens % 16 == 0
+    assert 80 <= warm.usage.cached_tokens <= 95  # the last token is always computed
     assert warm.token_ids == cold.token_ids
 
 

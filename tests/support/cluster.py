@@ -114,6 +114,8 @@ class Cluster:
             raise AssertionError(f"still running {timeout_s} s after SIGTERM:\n{self.output[-4000:]}") from None
         finally:
             self._reader.join(5)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
 
 
 @contextlib.contextmanager
