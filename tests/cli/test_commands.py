@@ -113,9 +113,9 @@ async def test_trace(capsys: pytest.CaptureFixture[str]) -> None:
         assert await run("trace", "--address", address) == 0
         shown = capsys.readouterr().out
         assert await run("trace", "r-1", "--json", "--address", address) == 0
-    assert shown.startswith(f"trace {TRACE_ID.hex()}: 10 spans, 120 ms\npageferry.request ")
+    assert shown.startswith(f"trace {TRACE_ID.hex()}: 11 spans, 120 ms\npageferry.request ")
     document = json.loads(capsys.readouterr().out)
-    assert document["trace_id"] == TRACE_ID.hex() and len(document["spans"]) == 10
+    assert document["trace_id"] == TRACE_ID.hex() and len(document["spans"]) == 11
 
 
 async def test_a_trace_that_is_not_there_is_waited_for(

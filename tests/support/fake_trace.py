@@ -52,23 +52,33 @@ def example() -> TracesData:
         "pageferry__handoff__pages": 3,
         "pageferry__handoff__bytes": 1_105_920,
     }
+    request = {
+        "gen_ai__request__model": "tiny",
+        "gen_ai__server__time_to_first_token": 0.0551,
+        "gen_ai__response__finish_reasons": ["stop"],
+        "pageferry__request_id": "r",
+        "pageferry__streamed": True,
+    }
     router = of_service(
         "pageferry-router",
-        span((1, 0), "pageferry.request", "server", (0, 120), gen_ai__request__model="tiny", pageferry__request_id="r"),
+        span((1, 0), "pageferry.request", "server", (0, 120), **request),
         span((2, 1), "queue", "", (0.2, 0.3)),
+        span(
+            (11, 1), "route", "", (0.3, 0.4), pageferry__route__source="pushed", pageferry__route__reason="a b"
+        ),
         span((3, 1), DECODE, "client", (0.5, 119), rpc__method=DECODE),
         span((4, 1), PREFILL, "client", (1, 55)),
     )
     prefill = of_service(
         "pageferry-prefill",
         span((5, 4), PREFILL, "server", (1.5, 54.5)),
-        span((6, 5), "prefill.chunk", "", (2, 50), tokens=37, pageferry__first=True, wait_ms=0.25, names=["a", "b"]),
+        span((6, 5), "prefill.chunk", "", (2, 50), pageferry__chunk__start=0, pageferry__chunk__tokens=37),
         span((7, 5), "kv.push", "client", (3, 54), **push, pageferry__handoff__hidden=0.71),
     )
     decode = of_service(
         "pageferry-decode",
         span((8, 3), DECODE, "server", (0.7, 118)),
-        span((9, 8), "decode.generate", "", (55, 118), pageferry__steps=8, pageferry__rate=12.3456),
+        span((9, 8), "decode.generate", "", (55, 118), pageferry__steps=8, pageferry__first_step_ms=12.3456),
         span((10, 7), "kv.push", "server", (3.2, 53.9), **push),
     )
     decode.scope_spans[0].spans[1].status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message="CANCELLED"))

@@ -53,7 +53,7 @@ async def _demo(config: Config, question: str) -> int:
 
 
 async def _ask(address: str, question: str) -> None:
-    print(f"\n> {question}", flush=True)
+    print(f"ready; asks:\n\n> {question}", flush=True)
     async with Client(address) as client:
         result = await stream_answer(client, [{"role": "user", "content": question}], _GREEDY)
         data = await trace.whole_trace(client, result.trace_id)

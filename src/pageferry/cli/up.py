@@ -22,7 +22,7 @@ from pageferry.v1 import inference_pb2 as pb
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8080
 _POLL_S = 0.1
-_PROGRESS = "progress"  # the event whose message is for people
+_PROGRESS = "progress"  # the field of a log line that is for people
 # Argument and the setting that it stands for.
 _SETTINGS = {
     "host": "server.host",
@@ -160,13 +160,13 @@ def report_progress(role: str, line: str) -> None:
     entry = _entry(line)
     if entry is None or entry.get("level") in ("warning", "error"):
         _print(role, line)
-    elif entry["event"] == _PROGRESS:
-        _print(role, str(entry.get("message")))
+    elif _PROGRESS in entry:
+        _print(role, str(entry[_PROGRESS]))
 
 
 def _report(role: str, line: str) -> None:
     entry = _entry(line)
-    _print(role, str(entry.get("message")) if entry is not None and entry["event"] == _PROGRESS else line)
+    _print(role, str(entry[_PROGRESS]) if entry is not None and _PROGRESS in entry else line)
 
 
 def _print(role: str, text: str) -> None:

@@ -9,8 +9,33 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status, TracesData
 BAR_WIDTH = 32
 _ROOT = "pageferry.request"
 _PACKAGE = "pageferry.v1."
-# Attributes that say nothing beside a span's own name and place.
-_NOISE = ("rpc.", "error.", "server.", "network.", "gen_ai.operation", "gen_ai.provider", "pageferry.request_id")
+# Attributes shown beside the bar, in this order, each with its name there; `--json` has them all.
+_SHOWN = {
+    "gen_ai.request.model": "model",
+    "gen_ai.usage.input_tokens": "prompt_tokens",
+    "gen_ai.usage.output_tokens": "completion_tokens",
+    "gen_ai.usage.cache_read.input_tokens": "cached_tokens",
+    "gen_ai.server.time_to_first_token": "ttft",
+    "gen_ai.server.time_per_output_token": "per_token",
+    "gen_ai.response.finish_reasons": "finish",
+    "pageferry.fallback": "fallback",
+    "pageferry.reason": "reason",
+    "pageferry.route.source": "source",
+    "pageferry.route.reason": "reason",
+    "pageferry.route.alternative": "alternative",
+    "pageferry.route.alternative_ttft_ms": "alternative_ttft",
+    "pageferry.chunk.start": "start",
+    "pageferry.chunk.tokens": "tokens",
+    "pageferry.handoff.format": "format",
+    "pageferry.handoff.pages": "pages",
+    "pageferry.handoff.bytes": "bytes",
+    "pageferry.handoff.hidden": "hidden",
+    "pageferry.handoff.tail_ms": "tail",
+    "pageferry.steps": "steps",
+    "pageferry.preemptions": "preemptions",
+    "pageferry.first_step_ms": "first_step",
+}
+_SECONDS = ("time_to_first_token", "time_per_output_token")
 Value = str | float | bool | list[str]
 
 
@@ -57,7 +82,7 @@ def is_whole(data: TracesData) -> bool:
     roots = trees(data)
     if [root.name for root in roots] != [_ROOT]:
         return False
-    calls = [node for _, node in roots[0].walk() if node.kind == "client" and not node.error]
+    calls = [node for _, node in roots[0].walk() if node.kind == "client"]
     return all(any(child.kind == "server" for child in call.children) for call in calls)
 
 
@@ -159,21 +184,19 @@ def _bar(start: float, end: float) -> str:
 
 
 def _notes(node: Node) -> str:
-    notes = [
-        f"{key.rpartition('.')[2].removesuffix('_ms')}={_text(key, value)}"
-        for key, value in node.attributes.items()
-        if not key.startswith(_NOISE)
-    ]
+    attributes = node.attributes
+    notes = [f"{label}={_text(key, attributes[key])}" for key, label in _SHOWN.items() if key in attributes]
     return " ".join([f"error: {node.error}", *notes] if node.error else notes)
 
 
 def _text(key: str, value: Value) -> str:
-    if isinstance(value, bool | str):
-        return str(value).lower() if isinstance(value, bool) else value
     if isinstance(value, list):
         return ",".join(value)
-    if key.endswith("_ms"):
-        return _duration(value).replace(" ", "")
+    if isinstance(value, bool | str):
+        text = str(value)
+        return f'"{text}"' if " " in text else text
+    if key.endswith((*_SECONDS, "_ms")):
+        return _duration(value * 1000 if key.endswith(_SECONDS) else value).replace(" ", "")
     if key.endswith("bytes"):
         return bytes_text(value).replace(" ", "")
     if key.endswith("hidden"):
