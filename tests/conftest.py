@@ -4,14 +4,24 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is first imported: the machine's cores are shared
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cluster import Cluster, running
 from hypothesis import settings
 from tiny_model import write_tiny_model
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# Every prompt is handed over, and chunks end at the same tokens on prefill and decode workers.
+SPLIT = {
+    "router.local_prefill_tokens": "0",
+    "scheduler.chunk_tokens": "64",
+    "scheduler.local_chunk_tokens": "64",
+    "engine.num_pages": "1024",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -22,3 +32,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the small random Llama; not to be written to."""
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+# Clusters of real processes, each started once and shared by the tests that leave it as they found it.
+
+
+@pytest.fixture(scope="session")
+def split(tiny_model: Path) -> Iterator[Cluster]:
+    """One prefill and two decode workers with the tiny model."""
+    with running("--prefill", "1", "--decode", "2", "--model", str(tiny_model), settings=SPLIT) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def colocated(tiny_model: Path) -> Iterator[Cluster]:
+    """One decode worker that computes prompts itself."""
+    with running("--prefill", "0", "--decode", "1", "--model", str(tiny_model), settings=SPLIT) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def real() -> Iterator[Cluster]:
+    """One prefill and two decode workers with the packaged model."""
+    with running("--prefill", "1", "--decode", "2", "--model", "smollm2", ready_s=180) as cluster:
+        yield cluster
