@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from enum import Enum
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -12,11 +13,16 @@ from pageferry.router.view import WatchGapError, WorkerView
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.logs import log
-from pageferry.v1.decode_pb2_grpc import DecodeServiceAsyncStub, DecodeServiceStub
+from pageferry.v1.decode_pb2_grpc import DecodeServiceStub
 from pageferry.v1.inference_pb2 import WorkerStatus
-from pageferry.v1.prefill_pb2_grpc import PrefillServiceAsyncStub, PrefillServiceStub
+from pageferry.v1.prefill_pb2_grpc import PrefillServiceStub
 from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE, WORKER_ROLE_PREFILL, WatchRequest
-from pageferry.v1.worker_pb2_grpc import WorkerServiceAsyncStub, WorkerServiceStub
+from pageferry.v1.worker_pb2_grpc import WorkerServiceStub
+
+if TYPE_CHECKING:  # they are known to type checkers only
+    from pageferry.v1.decode_pb2_grpc import DecodeServiceAsyncStub
+    from pageferry.v1.prefill_pb2_grpc import PrefillServiceAsyncStub
+    from pageferry.v1.worker_pb2_grpc import WorkerServiceAsyncStub
 
 SILENCE_S = 3.0  # without a message (one comes every half second) after which a worker is not trusted any more
 _FIRST_PAUSE_S = 0.05

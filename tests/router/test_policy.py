@@ -1,0 +1,154 @@
+"""Which workers a request goes to."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, strategies as st
+
+from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, Source, choose
+
+LAYOUT = PageLayout("f" * 32, PageFormat.INT8, page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
+OTHER_LAYOUT = replace(LAYOUT, page_size=32)
+SETTINGS = Settings(local_prefill_tokens=32, headroom_pages=1)
+P = PrefillState("p1", LAYOUT, num_waiting=0, queued_tokens=0, tokens_per_s=1000, chunk_tokens=256, cached_tokens=0)
+D = DecodeState(
+    "d1", LAYOUT, num_active=0, max_num_seqs=8, available_pages=100, queued_tokens=0, tokens_per_s=0, cached_tokens=0
+)
+PROMPT = Demand(400)
+
+
+def places(route: Route | None) -> tuple[str | None, str | None] | None:
+    return None if route is None else (route.prefill, route.decode)
+
+
+def test_prefill_goes_where_the_first_token_is_predicted_first() -> None:
+    busy = replace(P, address="p2", queued_tokens=300)
+    cached = replace(P, address="p3", queued_tokens=300, cached_tokens=384)
+    slow = replace(P, address="p4", tokens_per_s=100)
+    assert places(choose(PROMPT, [busy, slow, P], [D], SETTINGS)) == ("p1", "d1")
+    assert places(choose(PROMPT, [busy, slow, cached, P], [D], SETTINGS)) == ("p3", "d1")
+
+
+def test_decode_goes_where_pages_and_slots_are() -> None:
+    full = replace(D, address="d2", available_pages=25)
+    loaded = replace(D, address="d3", num_active=3)
+    assert places(choose(PROMPT, [P], [full, loaded, D], SETTINGS)) == ("p1", "d1")
+    assert places(choose(PROMPT, [P], [full, loaded], SETTINGS)) == ("p1", "d3")
+    assert choose(PROMPT, [P], [full], SETTINGS) is None  # 25 pages and one of headroom
+    assert choose(PROMPT, [P], [replace(D, num_active=8)], SETTINGS) is None
+
+
+def test_a_cached_prefix_attracts_but_load_outweighs_a_short_one() -> None:
+    long_cached = replace(D, address="d2", num_active=1, cached_tokens=320)
+    short_cached = replace(D, address="d3", num_active=3, cached_tokens=16)
+    assert places(choose(PROMPT, [P], [D, long_cached], SETTINGS)) == ("p1", "d2")
+    assert places(choose(PROMPT, [P], [D, short_cached], SETTINGS)) == ("p1", "d1")
+
+
+@pytest.mark.parametrize(
+    ("demand", "prefills", "decode", "reason"),
+    [
+        (Demand(32), [P], D, "32 uncached tokens are at most 32"),
+        (PROMPT, [P], replace(D, cached_tokens=384), "16 uncached tokens are at most 32"),
+        (PROMPT, [], D, "no prefill worker is usable"),
+        (PROMPT, [replace(P, layout=OTHER_LAYOUT)], D, "no prefill worker is usable"),
+        (replace(PROMPT, local_only=True), [P], D, "prefill workers have failed"),
+        (PROMPT, [replace(P, queued_tokens=3000)], replace(D, tokens_per_s=1000), "predicted to be faster"),
+    ],
+)
+def test_the_decode_worker_alone(
+    demand: Demand, prefills: list[PrefillState], decode: DecodeState, reason: str
+) -> None:
+    route = choose(demand, prefills, [decode], SETTINGS)
+    assert route is not None
+    assert (route.source, route.prefill) == (Source.LOCAL, None)
+    assert route.attributes["pageferry.route.reason"] == reason
+
+
+def test_little_is_not_enough_to_compute_prompts_beside_streams() -> None:
+    faster = replace(D, tokens_per_s=1500)
+    route = choose(PROMPT, [P], [faster], SETTINGS)
+    assert route is not None and route.source is Source.PUSHED
+    assert route.attributes["pageferry.route.alternative"] == "local"
+    assert route.attributes["pageferry.route.alternative_ttft_ms"] == pytest.approx(400 / 1500 * 1000)
+
+
+def test_one_token_goes_to_a_prefill_worker_alone() -> None:
+    one = replace(PROMPT, one_token=True)
+    route = choose(one, [P], [], SETTINGS)
+    assert route is not None and (route.source, places(route)) == (Source.PREFILL_ONLY, ("p1", None))
+    assert places(choose(one, [], [D], SETTINGS)) == (None, "d1")
+    assert choose(one, [replace(P, refuses=True)], [D], SETTINGS) is None
+
+
+def test_a_prefill_worker_gets_one_more_than_it_runs() -> None:
+    waiting = replace(P, num_waiting=1, queued_tokens=300)
+    assert choose(PROMPT, [waiting], [D], SETTINGS) is None
+    assert places(choose(Demand(100), [waiting], [D], SETTINGS)) == ("p1", "d1")  # two steps compute it all
+    long_running = replace(P, num_waiting=0, queued_tokens=30_000)
+    assert places(choose(Demand(64), [long_running], [D], SETTINGS)) == ("p1", "d1")  # and goes first there
+    assert choose(PROMPT, [replace(P, refuses=True)], [D], SETTINGS) is None
+
+
+LAYOUTS = st.sampled_from([LAYOUT, OTHER_LAYOUT])
+COUNTS = st.integers(0, 40)
+PREFILLS = st.lists(
+    st.builds(
+        PrefillState,
+        st.sampled_from(["p1", "p2", "p3"]),
+        LAYOUTS,
+        num_waiting=st.integers(0, 2),
+        queued_tokens=st.integers(0, 2000),
+        tokens_per_s=st.sampled_from([0.0, 100.0, 5000.0]),
+        chunk_tokens=st.just(256),
+        cached_tokens=st.sampled_from([0, 32]),
+        refuses=st.booleans(),
+    ),
+    max_size=3,
+    unique_by=lambda p: p.address,
+)
+DECODES = st.lists(
+    st.builds(
+        DecodeState,
+        st.sampled_from(["d1", "d2", "d3"]),
+        LAYOUTS,
+        num_active=st.integers(0, 8),
+        max_num_seqs=st.just(8),
+        available_pages=st.integers(-5, 60),
+        queued_tokens=st.integers(0, 2000),
+        tokens_per_s=st.sampled_from([0.0, 100.0, 5000.0]),
+        cached_tokens=st.sampled_from([0, 32]),
+    ),
+    max_size=3,
+    unique_by=lambda d: d.address,
+)
+DEMANDS = st.builds(Demand, st.integers(33, 600), one_token=st.booleans(), local_only=st.booleans())
+
+
+@given(DEMANDS, PREFILLS, DECODES)
+def test_a_route_is_always_one_that_the_workers_can_take(
+    demand: Demand, prefills: list[PrefillState], decodes: list[DecodeState]
+) -> None:
+    route = choose(demand, prefills, decodes, SETTINGS)
+    if route is None:
+        return
+    prefill = next((p for p in prefills if p.address == route.prefill), None)
+    decode = next((d for d in decodes if d.address == route.decode), None)
+    assert (prefill is None) == (route.source is Source.LOCAL)
+    assert (decode is None) == (route.source is Source.PREFILL_ONLY)
+    if prefill is not None:
+        assert prefill.has_little_queued(demand) and not prefill.refuses and not demand.local_only
+    if decode is not None:
+        assert decode.has_room(demand, SETTINGS.headroom_pages)
+    if prefill is not None and decode is not None:
+        assert prefill.layout == decode.layout
+    assert choose(demand, prefills[::-1], decodes[::-1], SETTINGS) == route  # the order of workers is no matter
+
+
+@given(DEMANDS, DECODES)
+def test_a_decode_worker_with_room_is_never_left_waiting_where_it_is_alone(
+    demand: Demand, decodes: list[DecodeState]
+) -> None:
+    has_room = any(decode.has_room(demand, SETTINGS.headroom_pages) for decode in decodes)
+    assert (choose(demand, [], decodes, SETTINGS) is not None) == has_room

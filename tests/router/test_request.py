@@ -1,0 +1,468 @@
+"""The life of a request over workers that replay tokens: hand-off, retries, cancels, stops, and always one end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from fake_workers import Rig, Script, eventually
+from opentelemetry.trace import SpanKind
+from spans import assert_one_tree
+
+from pageferry.core.config import RouterConfig
+from pageferry.core.errors import (
+    AlreadyExistsError,
+    DataLossError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    PageferryError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from pageferry.v1 import decode_pb2, inference_pb2 as pb, types_pb2 as types
+
+PUSHED, LOCAL = decode_pb2.PROMPT_SOURCE_PUSHED, decode_pb2.PROMPT_SOURCE_LOCAL
+TOKENS = [*range(100, 140)]  # none special, none a stop
+EOS = 2
+
+
+def ask(num_prompt: int = 40, max_tokens: int | None = 5, **fields: object) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * num_prompt), **fields)
+    if max_tokens is not None:
+        request.stop.max_tokens = max_tokens
+    return request
+
+
+Make = Callable[..., Rig]
+
+
+@pytest.fixture
+def rig(tiny_model: Path) -> Make:
+    def make(tokens: list[int] = TOKENS, **options: object) -> Rig:
+        return Rig(str(tiny_model), Script(tokens), **options)
+
+    return make
+
+
+async def read(stream: AsyncIterator[pb.GenerateResponse], num_tokens: int) -> None:
+    """Take events until that many tokens have come."""
+    async for event in stream:
+        num_tokens -= len(event.delta.tokens)
+        if num_tokens <= 0:
+            return
+
+
+async def fill(router: Rig) -> None:
+    """Take all slots of the decode worker."""
+    router.decode.publish(running=8)
+    await router.until(lambda: router.fleet.workers[-1].view.load.running == 8)
+
+
+@pytest.mark.parametrize("num_prompt", [15, 16, 17])
+async def test_first_token_is_neither_lost_nor_doubled(rig: Make, num_prompt: int) -> None:
+    async with rig() as router:
+        answer = await router.generate(ask(num_prompt, max_tokens=20))
+        assert answer.token_ids == TOKENS[:20]
+        assert answer.positions == list(range(20))
+        assert answer.reason == "length"
+        assert answer.finished.usage == types.Usage(prompt_tokens=num_prompt, completion_tokens=20)
+        assert answer.text == router.tokenizer.decode(TOKENS[:20])
+        assert router.decode.sources == [PUSHED]
+        assert answer.finished.pages.shipped == -(-num_prompt // 16)
+        assert answer.finished.pages.hidden == 0.75
+        await router.check_idle()
+
+
+async def test_first_token_does_not_wait_for_the_push(rig: Make) -> None:
+    async with rig() as router:
+        router.prefill.push.clear()
+        stream = router.stream(ask())
+        await read(stream, 1)
+        assert router.decode.num_live == 1
+        router.prefill.push.set()
+        await read(stream, 4)
+        await stream.aclose()
+        await router.check_idle()
+
+
+async def test_one_token_needs_no_decode_worker(rig: Make) -> None:
+    async with rig() as router:
+        answer = await router.generate(ask(max_tokens=1))
+        assert (answer.token_ids, answer.reason) == (TOKENS[:1], "length")
+        assert answer.finished.usage.completion_tokens == 1
+        assert router.decode.works == []
+        await router.check_idle()
+
+
+async def test_stop_at_the_first_token_releases_the_decode_worker(rig: Make) -> None:
+    async with rig([EOS, *TOKENS]) as router:
+        answer = await router.generate(ask())
+        assert (answer.token_ids, answer.reason, answer.text) == ([EOS], "stop", "")
+        assert router.decode.sources == [PUSHED]
+        await router.check_idle()
+        assert router.decode.num_cancelled == 1
+
+
+async def test_without_prefill_workers_the_decode_worker_computes_the_prompt(rig: Make) -> None:
+    async with rig(num_prefill=0) as router:
+        answer = await router.generate(ask(max_tokens=3))
+        assert answer.token_ids == TOKENS[:3]
+        assert router.decode.sources == [LOCAL]
+        assert answer.finished.timings.prefill_queue_ms == 0.5
+        assert answer.finished.pages == pb.HandoffStats()
+        assert (await router.generate(ask(max_tokens=1))).token_ids == TOKENS[:1]
+        await router.check_idle()
+
+
+async def test_a_short_prompt_is_not_handed_over(rig: Make) -> None:
+    async with rig(router=RouterConfig(local_prefill_tokens=32)) as router:
+        await router.generate(ask(32))
+        await router.generate(ask(33))
+        assert router.decode.sources == [LOCAL, PUSHED]
+
+
+async def test_several_tokens_of_a_message_become_one_delta(rig: Make) -> None:
+    async with rig() as router:
+        router.decode.batch = 3
+        sizes = [len(event.delta.tokens) async for event in router.stream(ask(max_tokens=7)) if event.HasField("delta")]
+        assert sum(sizes) == 7
+        assert max(sizes) == 3
+
+
+@pytest.mark.parametrize("from_prefill", [True, False])
+async def test_stop_string_ends_both_calls(rig: Make, from_prefill: bool) -> None:
+    tokens = [4 + byte for byte in b"abcdefghij"]  # the tiny vocabulary: special tokens, then the bytes
+    async with rig(tokens) as router:
+        text = router.tokenizer.decode(tokens)
+        assert text == "abcdefghij"
+        router.prefill.push.clear() if from_prefill else None
+        stop = "a" if from_prefill else "cd"
+        answer = await router.generate(ask(max_tokens=10, stop_strings=[stop, "zz"]))
+        assert answer.text == text[: text.index(stop)]
+        assert (answer.reason, answer.finished.matched_stop) == ("stop", stop)
+        assert answer.finished.usage.completion_tokens == len(answer.token_ids) == text.index(stop) + len(stop)
+        await router.check_idle()
+
+
+async def test_min_tokens_wins_over_stop_strings_and_eos(rig: Make) -> None:
+    newline = 4 + ord("\n")
+    async with rig([100, newline, *[EOS] * 3, *range(100, 120), newline, 101, 102]) as router:
+        request = ask(max_tokens=30, stop_strings=["\n"])
+        request.stop.min_tokens = 20
+        answer = await router.generate(request)
+        assert answer.finished.matched_stop == "\n"
+        assert len(answer.token_ids) == 26
+        router.prefill.script.token_ids = [100, EOS, 101, 102]
+        request = ask(max_tokens=4)
+        request.stop.ignore_eos = True
+        assert (await router.generate(request)).reason == "length"
+        assert (await router.generate(ask(max_tokens=4))).token_ids == [100, EOS]
+
+
+async def test_a_failed_prefill_goes_to_another_worker(rig: Make) -> None:
+    async with rig(num_prefill=2) as router:
+        for prefill in router.prefills:
+            prefill.failure = InternalError("engine failed") if prefill is router.prefills[0] else None
+        router.prefills[1].publish(queued_prompt_tokens=10)  # so that the first is chosen first
+        await router.until(lambda: router.fleet.workers[1].view.load.queued_prompt_tokens == 10)
+        answer = await router.generate(ask(request_id="r"))
+        assert answer.token_ids == TOKENS[:5]
+        assert [work.request_id for prefill in router.prefills for work in prefill.works] == ["r", "r.2"]
+        assert router.decode.sources == [PUSHED, PUSHED]
+        assert router.value("pageferry_prefill_failures_total", next="other_prefill") == 1
+        root = next(span for span in await router.log.wait(5) if span.name == "pageferry.request")
+        assert root.attributes["pageferry.fallback"] == "other_prefill"
+        assert [event.name for event in root.events] == ["pageferry.prefill_failed"]
+        await router.check_idle()
+
+
+@pytest.mark.parametrize("error", [UnavailableError("gone"), InternalError("engine failed")])
+async def test_the_decode_worker_computes_the_prompt_where_no_other_can(rig: Make, error: PageferryError) -> None:
+    async with rig() as router:
+        router.prefill.failure = error
+        answer = await router.generate(ask())
+        assert answer.token_ids == TOKENS[:5]
+        assert router.decode.sources == [PUSHED, LOCAL]
+        assert router.value("pageferry_prefill_failures_total", next="local") == 1
+        await router.check_idle()
+
+
+async def test_a_broken_push_keeps_the_token_that_was_sent(rig: Make) -> None:
+    async with rig() as router:
+        router.prefill.push_failure = DataLossError("checksum of page 3 differs")
+        answer = await router.generate(ask(max_tokens=4))
+        assert answer.token_ids == TOKENS[:4]
+        assert [list(work.output_ids) for work in router.decode.works] == [[], TOKENS[:1]]
+        assert router.decode.sources == [PUSHED, LOCAL]
+
+
+async def test_a_retry_with_one_token_left_needs_no_decode_worker(rig: Make) -> None:
+    async with rig(num_prefill=2) as router:
+        router.prefills[1].publish(queued_prompt_tokens=10)
+        await router.until(lambda: router.fleet.workers[1].view.load.queued_prompt_tokens == 10)
+        router.prefills[0].push_failure = DataLossError("checksum of page 3 differs")
+        answer = await router.generate(ask(max_tokens=2))
+        assert (answer.token_ids, answer.reason) == (TOKENS[:2], "length")
+        assert router.decode.sources == [PUSHED]
+        assert list(router.prefills[1].works[0].output_ids) == TOKENS[:1]
+
+
+async def test_a_prefill_worker_that_dies_after_the_commit_is_not_missed(rig: Make) -> None:
+    async with rig() as router:
+        router.prefill.failure_after_commit = UnavailableError("killed")
+        answer = await router.generate(ask())
+        assert answer.token_ids == TOKENS[:5]
+        assert router.decode.sources == [PUSHED]
+        assert router.value("pageferry_prefill_failures_total", next="local") == 0
+
+
+async def test_the_clients_error_carries_the_prefill_workers_reason(rig: Make) -> None:
+    async with rig() as router:
+        router.prefill.failure = UnavailableError("out of order", reason="P_BROKEN")
+        router.prefill.compute.clear()
+        router.decode.refusals = []
+        reading = asyncio.create_task(router.generate(ask()))
+        await router.prefill.accepted.wait()
+        router.decode.refusals = [InternalError("D is broken too")]
+        began = time.monotonic()
+        router.prefill.compute.set()
+        with pytest.raises(InternalError, match="D is broken too"):
+            await reading
+        assert time.monotonic() - began < 1
+        await router.check_idle()
+
+
+async def test_no_worker_left_says_why_the_prefill_failed(rig: Make) -> None:
+    async with rig() as router:
+        router.prefill.failure = UnavailableError("out of order", reason="P_BROKEN")
+        router.prefill.compute.clear()
+        reading = asyncio.create_task(router.generate(ask()))
+        await router.prefill.accepted.wait()
+        router.decode.hub.publish_draining()
+        await router.until(lambda: not router.frontend.ready)
+        router.prefill.compute.set()
+        with pytest.raises(UnavailableError, match="out of order; then no decode worker is ready") as caught:
+            await reading
+        assert caught.value.reason == "P_BROKEN"
+        await router.check_idle()
+
+
+async def test_what_the_request_itself_is_to_blame_for_is_not_tried_again(rig: Make) -> None:
+    async with rig(num_prefill=2) as router:
+        for prefill in router.prefills:
+            prefill.failure = InvalidArgumentError("prompt_ids: needs 300 pages, the pool has 256")
+        with pytest.raises(InvalidArgumentError, match="needs 300 pages"):
+            await router.generate(ask())
+        assert sum(len(prefill.works) for prefill in router.prefills) == 1
+        await router.check_idle()
+
+
+async def test_a_decode_worker_lost_in_mid_stream_is_an_error(rig: Make) -> None:
+    async with rig() as router:
+        router.decode.fail_at = {3: UnavailableError("killed")}
+        tokens = []
+        with pytest.raises(UnavailableError, match="failed after 3 tokens: killed"):
+            async for event in router.stream(ask()):
+                tokens += [token.token_id for token in event.delta.tokens]
+        assert tokens == TOKENS[:3]
+        assert router.decode.sources == [PUSHED]
+        assert router.value("pageferry_requests_total", outcome="unavailable") == 1
+        await router.check_idle()
+
+
+async def test_a_gap_in_the_positions_is_an_error(rig: Make) -> None:
+    async with rig() as router:
+        broken = Script(TOKENS)
+        broken.token = lambda position: types.GeneratedToken(position=position + (position > 2), token_id=100)
+        router.decode.script = broken
+        with pytest.raises(InternalError, match="position 4 where 3 comes next"):
+            await router.generate(ask(max_tokens=8))
+        await router.check_idle()
+
+
+async def test_a_stream_that_ends_without_a_result_is_an_error(rig: Make) -> None:
+    async with rig(num_prefill=0) as router:
+
+        async def nothing(request: decode_pb2.DecodeRequest) -> AsyncIterator[decode_pb2.DecodeResponse]:
+            yield decode_pb2.DecodeResponse(reserved=decode_pb2.Reserved())
+
+        router.decode._decode = nothing
+        with pytest.raises(InternalError, match="ended its stream without a result"):
+            await router.generate(ask())
+
+
+async def test_a_refusal_returns_the_request_to_the_queue_until_the_load_changes(rig: Make) -> None:
+    async with rig() as router:
+        router.decode.refusals = [ResourceExhaustedError("no pages")]
+        answer = await router.generate(ask())  # the end of the refused call is a change of load
+        assert answer.token_ids == TOKENS[:5]
+        assert router.decode.sources == [PUSHED, PUSHED]
+        assert router.value("pageferry_prefill_failures_total", next="local") == 0
+
+
+async def test_a_busy_prefill_worker_is_a_refusal_and_no_failure(rig: Make) -> None:
+    async with rig() as router:
+        router.prefill.refusal = ResourceExhaustedError("256 prompts wait already")
+        reading = asyncio.create_task(router.generate(ask()))
+        await eventually(lambda: len(router.prefill.works) == 1)
+        router.prefill.refusal = None
+        assert (await reading).token_ids == TOKENS[:5]
+        assert router.value("pageferry_prefill_failures_total", next="local") == 0
+        await router.check_idle()
+
+
+async def test_cancel_reaches_both_workers(rig: Make) -> None:
+    async with rig() as router:
+        router.prefill.push.clear()
+        stream = router.stream(ask(max_tokens=40))
+        await read(stream, 1)
+        await stream.aclose()
+        await router.check_idle()
+        assert (router.prefill.num_cancelled, router.decode.num_cancelled) == (1, 1)
+        assert router.value("pageferry_requests_total", outcome="cancelled") == 1
+
+
+async def test_cancel_in_the_queue(rig: Make) -> None:
+    async with rig() as router:
+        await fill(router)
+        reading = asyncio.create_task(router.generate(ask()))
+        await eventually(lambda: router.frontend.get_status().queued == 1)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await router.check_idle()
+        router.decode.publish(running=0)
+        await router.generate(ask())
+        assert len(router.decode.works) == 1
+
+
+@pytest.mark.parametrize("blocked", ["reserve", "prefill"])
+async def test_leaving_before_the_first_token_ends_what_was_begun(rig: Make, blocked: str) -> None:
+    async with rig() as router:
+        gate = router.decode.admit if blocked == "reserve" else router.prefill.compute
+        gate.clear()
+        for _ in range(5):
+            reading = asyncio.create_task(router.generate(ask(1000)))
+            worker = router.decode if blocked == "reserve" else router.prefill
+            await eventually(lambda worker=worker: worker.num_live == 1)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await router.check_idle()
+        gate.set()
+        assert (await router.generate(ask(1000))).token_ids == TOKENS[:5]
+
+
+async def test_a_deadline_in_the_queue_means_no_work(rig: Make) -> None:
+    async with rig() as router:
+        await fill(router)
+        with pytest.raises(DeadlineExceededError, match="in the router's queue"):
+            await router.generate(ask(), deadline=time.monotonic() + 0.05)
+        assert (router.prefill.works, router.decode.works) == ([], [])
+        assert not [span for span in router.log.spans if "Prefill" in span.name or "Decode" in span.name]
+        assert router.value("pageferry_requests_total", outcome="deadline_exceeded") == 1
+        await router.check_idle()
+
+
+async def test_a_deadline_while_it_runs_ends_both_calls(rig: Make) -> None:
+    async with rig() as router:
+        router.decode.pause_at = {2: asyncio.Event()}
+        with pytest.raises(DeadlineExceededError):
+            await router.generate(ask(), deadline=time.monotonic() + 0.3)
+        await router.check_idle()
+
+
+async def test_a_live_id_is_refused_and_free_again_afterwards(rig: Make) -> None:
+    async with rig() as router:
+        router.decode.pause_at = {2: asyncio.Event()}
+        first = router.stream(ask(request_id="id-7"))
+        await read(first, 2)
+        with pytest.raises(AlreadyExistsError, match="'id-7' is live"):
+            await router.generate(ask(request_id="id-7"))
+        router.decode.pause_at[2].set()
+        await read(first, 3)
+        await first.aclose()
+        assert (await router.generate(ask(request_id="id-7"))).token_ids == TOKENS[:5]
+        await router.check_idle()
+
+
+async def test_a_full_queue_refuses_with_when_to_come_again(rig: Make) -> None:
+    async with rig(router=RouterConfig(max_queue=1, local_prefill_tokens=0)) as router:
+        await fill(router)
+        waiting = asyncio.create_task(router.generate(ask(request_id="waits")))
+        await eventually(lambda: router.frontend.get_status().queued == 1)
+        with pytest.raises(ResourceExhaustedError, match="the limit is 1") as caught:
+            await router.generate(ask())
+        assert caught.value.retry_after_ms
+        router.decode.publish(running=7)
+        assert (await waiting).token_ids == TOKENS[:5]
+
+
+async def test_workers_hold_no_more_than_they_can_run(rig: Make) -> None:
+    async with rig() as router:
+        router.decode.publish(running=6)
+        await router.until(lambda: router.fleet.workers[1].view.load.running == 6)
+        router.decode.admit.clear()
+        reading = [asyncio.create_task(router.generate(ask(request_id=str(i), priority=-i))) for i in range(5)]
+        await eventually(lambda: len(router.decode.works) == 2)
+        assert router.frontend.get_status().queued == 3
+        assert router.frontend.get_status().running == 2
+        router.decode.admit.set()
+        for answer in await asyncio.gather(*reading):
+            assert answer.token_ids == TOKENS[:5]
+        order = [work.request_id for work in router.decode.works]
+        assert (set(order[2:4]), order[4:]) == ({"3", "4"}, ["2"])
+        await router.check_idle()
+
+
+async def test_draining_lets_live_requests_end_and_then_ends_them(rig: Make) -> None:
+    async with rig() as router:
+        router.decode.pause_at = {2: asyncio.Event(), 4: asyncio.Event()}
+        stream = router.stream(ask())
+        await read(stream, 2)
+        draining = asyncio.create_task(router.frontend.drain(grace_s=0.1))
+        await asyncio.sleep(0)
+        assert not router.frontend.ready
+        with pytest.raises(UnavailableError, match="draining"):
+            await router.generate(ask())
+        router.decode.pause_at[2].set()
+        await read(stream, 2)
+        assert await draining == 1
+        with pytest.raises(UnavailableError, match=r"its grace of 0\.1 s is over"):
+            await anext(stream)
+        await router.check_idle()
+
+
+async def test_spans_of_a_request_are_one_tree(rig: Make) -> None:
+    async with rig() as router:
+        await router.generate(ask(request_id="traced"))
+        await router.check_idle()
+        spans = await router.log.wait(7)
+        root = assert_one_tree(spans)
+        assert (root.name, root.kind) == ("pageferry.request", SpanKind.SERVER)
+        assert sorted(span.name for span in spans if span is not root) == sorted(
+            ["queue", "route"] + 2 * ["pageferry.v1.PrefillService/Prefill"] + 2 * ["pageferry.v1.DecodeService/Decode"]
+        )
+        attributes = root.attributes
+        assert attributes["pageferry.request_id"] == "traced"
+        assert attributes["gen_ai.usage.output_tokens"] == 5
+        parts = [attributes[f"pageferry.ttft.{part}_ms"] for part in
+                 ("tokenize", "queue", "reserve", "prefill_queue", "prefill", "delivery")]  # fmt: skip
+        assert min(parts) >= 0
+        assert sum(parts) == pytest.approx(attributes["gen_ai.server.time_to_first_token"] * 1000)
+        route = next(span for span in spans if span.name == "route")
+        assert route.attributes["pageferry.route.source"] == "pushed"
+        assert route.attributes["pageferry.route.alternative"] == "local"
+
+
+async def test_a_cancelled_request_has_one_span_that_says_so(rig: Make) -> None:
+    async with rig() as router:
+        router.decode.pause_at = {3: asyncio.Event()}
+        stream = router.stream(ask())
+        await read(stream, 3)
+        await stream.aclose()
+        await router.check_idle()
+        roots = [span for span in router.log.spans if span.name == "pageferry.request"]
+        assert len(roots) == 1
+        assert roots[0].attributes["rpc.response.status_code"] == "CANCELLED"
+        assert roots[0].status.description == "CANCELLED"

@@ -1,0 +1,210 @@
+"""The fleet: workers that come, go, start over, fall silent, or do not fit."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
+
+from pageferry.core.errors import UnavailableError
+from pageferry.core.layout import PageFormat
+from pageferry.router.workers import WorkerState
+from pageferry.v1 import inference_pb2 as pb, worker_pb2
+from pageferry.v1.worker_pb2 import WatchResponse
+
+Make = Callable[..., Rig]
+
+
+@pytest.fixture
+def rig(tiny_model: Path) -> Make:
+    return lambda **options: Rig(str(tiny_model), Script(range(100, 140)), **options)
+
+
+def ask() -> pb.GenerateRequest:
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40))
+    request.stop.max_tokens = 3
+    return request
+
+
+def inject(fake: FakeWorker, **changes: object) -> None:
+    """Put a message into the watch streams that does not follow the one before."""
+    watch = fake.hub.Watch
+
+    async def broken(request: object, context: object) -> object:
+        fake.hub.Watch = watch  # the next one is whole
+        sequence = 0
+        async for message in watch(request, context):
+            sequence += 1
+            yield (
+                message
+                if sequence < 2
+                else WatchResponse(incarnation=message.incarnation, load=pb.WorkerLoad(), **changes)
+            )
+
+    fake.hub.Watch = broken
+
+
+def states(router: Rig) -> list[str]:
+    return [worker.state for worker in router.frontend.get_status().workers]
+
+
+async def test_status_tells_role_state_load_and_layout(rig: Make) -> None:
+    async with rig() as router:
+        prefill, decode = router.frontend.get_status().workers
+        assert (prefill.role, prefill.state, prefill.address) == ("prefill", "ready", router.prefill.address)
+        assert (decode.role, decode.load.pages_total, decode.layout.page_size) == ("decode", 100, 16)
+        assert len(bytes.fromhex(decode.incarnation)) == 16
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        replace(LAYOUT, page_size=32),
+        replace(LAYOUT, format=PageFormat.BF16),
+        replace(LAYOUT, fingerprint="0" * 32),
+        replace(LAYOUT, version=2),
+    ],
+)
+async def test_workers_whose_pages_differ_are_refused_with_both_values(rig: Make, layout: object) -> None:
+    async with rig(prefill_layout=layout, wait_ready=False) as router:
+        await router.until(lambda: states(router) == ["refused", "refused"])
+        assert not router.frontend.ready
+        assert not router.frontend.list_models().models[0].ready
+        reason = router.frontend.get_status().workers[0].reason
+        assert router.prefill.address in reason and router.decode.address in reason
+        differing = next(name for name in ("page_size", "format", "fingerprint", "version")
+                         if getattr(layout, name) != getattr(LAYOUT, name))  # fmt: skip
+        assert differing in reason
+        with pytest.raises(UnavailableError, match="is refused"):
+            await router.generate(ask())
+        assert router.decode.works == []
+
+
+async def test_a_pair_that_fits_is_used_beside_one_that_does_not(rig: Make) -> None:
+    async with rig(num_prefill=2) as router:
+        odd = router.prefills[1]
+        odd.snapshot.layout.fingerprint = "0" * 32
+        odd.restart()
+        await odd.server.__aexit__(None, None, None)
+        await router.serve(odd, router.log.tracer())
+        await router.until(lambda: states(router) == ["ready", "refused", "ready"])
+        assert router.frontend.ready
+        for _ in range(3):
+            await router.generate(ask())
+        assert (len(router.prefills[0].works), odd.works) == (3, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model": "other"}, "its model is 'other', the router's is 'tiny'"),
+        ({"role": worker_pb2.WORKER_ROLE_PREFILL}, "it is no decode worker"),
+    ],
+)
+async def test_a_worker_of_another_kind_is_refused(rig: Make, change: dict[str, object], reason: str) -> None:
+    async with rig(num_prefill=0, num_decode=1) as router:
+        for name, value in change.items():
+            setattr(router.decode.snapshot, name, value)
+        await router.decode.server.__aexit__(None, None, None)
+        await router.until(lambda: states(router) == ["down"])
+        await router.serve(router.decode, router.log.tracer())
+        await router.until(lambda: states(router) == ["refused"])
+        assert reason in router.frontend.get_status().workers[0].reason
+
+
+async def test_a_gap_makes_the_view_stale_until_it_is_made_anew(rig: Make) -> None:
+    async with rig() as router:
+        seen: list[list[str]] = []
+        router.fleet.listeners.append(lambda: seen.append(states(router)))
+        inject(router.decode, sequence=7)
+        await router.decode.server.__aexit__(None, None, None)
+        await router.serve(router.decode, router.log.tracer())
+        await router.until(lambda: seen[-1][1] == "stale")
+        assert "message 7 came after 1" in router.frontend.get_status().workers[1].reason
+        assert not router.frontend.ready
+        waiting = asyncio.create_task(router.generate(ask()))  # it is about to be known again
+        await router.until(lambda: states(router)[1] == "ready")
+        assert len((await waiting).token_ids) == 3
+
+
+async def test_another_process_on_the_address_starts_from_nothing(rig: Make) -> None:
+    async with rig() as router:
+        worker = router.fleet.workers[1]
+        router.decode.hub.publish_cache([b"h" * 16], [])
+        await router.until(lambda: worker.view.num_cached_pages == 1)
+        old = worker.view.incarnation
+        router.decode.restart()
+        await router.decode.server.__aexit__(None, None, None)
+        await router.serve(router.decode, router.log.tracer())
+        await router.until(lambda: worker.view.incarnation != old)
+        assert worker.view.num_cached_pages == 0
+        await router.until(lambda: states(router) == ["ready", "ready"])
+        assert len((await router.generate(ask())).token_ids) == 3
+
+
+async def test_a_silent_worker_is_stale_then_down_and_comes_back(rig: Make) -> None:
+    async with rig(num_prefill=0) as router:
+        worker = router.fleet.workers[0]
+        seen = [WorkerState.READY]
+        pause = asyncio.Event()
+        watch = router.decode.hub.Watch
+
+        async def silent(request: object, context: object) -> object:
+            await pause.wait()
+            async for message in watch(request, context):
+                yield message
+
+        router.decode.hub.Watch = silent
+        following = asyncio.create_task(
+            worker.watch(lambda: seen.append(worker.state) if worker.state is not seen[-1] else None, silence_s=0.05)
+        )
+        await eventually(lambda: seen[1:] == [WorkerState.STALE, WorkerState.DOWN])
+        pause.set()
+        await eventually(lambda: seen[-1] is WorkerState.READY)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_draining_worker_gets_nothing_new(rig: Make) -> None:
+    async with rig(num_decode=2) as router:
+        router.decode.hub.publish_draining()
+        await router.until(lambda: "draining" in states(router))
+        for _ in range(3):
+            await router.generate(ask())
+        assert (router.decodes[0].works, len(router.decodes[1].works)) == ([], 3)
+        router.decodes[1].hub.publish_draining()
+        await router.until(lambda: not router.frontend.ready)
+        with pytest.raises(UnavailableError, match="is draining") as caught:
+            await router.generate(ask())
+        assert caught.value.retry_after_ms
+
+
+async def test_not_ready_before_the_workers_were_seen(rig: Make) -> None:
+    async with rig(wait_ready=False) as router:
+        assert states(router) == ["warming", "warming"]
+        with pytest.raises(UnavailableError, match="is warming"):
+            await router.generate(ask())
+        await router.until(lambda: router.frontend.ready)
+
+
+async def test_requests_go_on_without_prefill_workers(rig: Make) -> None:
+    async with rig() as router:
+        await router.prefill.server.__aexit__(None, None, None)
+        await router.until(lambda: states(router) == ["down", "ready"])
+        assert router.frontend.ready
+        assert len((await router.generate(ask())).token_ids) == 3
+
+
+async def test_both_decode_workers_are_used(rig: Make) -> None:
+    async with rig(num_decode=2) as router:
+        for decode in router.decodes:
+            decode.pause_at = {1: asyncio.Event()}
+        reading = [asyncio.create_task(router.generate(ask())) for _ in range(8)]
+        await eventually(lambda: sum(len(decode.works) for decode in router.decodes) == 8)
+        assert [len(decode.works) for decode in router.decodes] == [4, 4]
+        for decode in router.decodes:
+            decode.pause_at[1].set()
+        await asyncio.gather(*reading)
+        await router.check_idle()

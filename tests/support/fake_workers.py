@@ -1,0 +1,380 @@
+"""Workers that replay a list of tokens instead of running a model, behind real gRPC servers, and a router over them.
+
+A prefill worker hands over to a decode worker inside the process: its `commit` stands for the push. What a test wants
+to go wrong is an attribute: a gate to wait at, or an error to raise.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Tracer
+from spans import SpanLog
+
+from pageferry.core.config import Config, RouterConfig, ServerConfig
+from pageferry.core.errors import PageferryError, UnavailableError
+from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.model_files import load_config_of, resolve_model
+from pageferry.router.frontend import Frontend, Telemetry
+from pageferry.router.tokenizer import load_tokenizer
+from pageferry.router.workers import Fleet
+from pageferry.runtime.channels import open_channel
+from pageferry.runtime.convert import layout_to_proto
+from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.worker_hub import WorkerHub
+from pageferry.v1 import decode_pb2, inference_pb2 as pb, prefill_pb2, types_pb2 as types, worker_pb2
+from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
+from pageferry.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
+from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+
+LAYOUT = PageLayout("f" * 32, PageFormat.INT8, page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
+MODEL = "tiny"
+PAGE_BYTES = 1000  # as the fakes report it
+
+
+@dataclass
+class Script:
+    """What the model would say, whatever the prompt: the token at each position of the output."""
+
+    token_ids: Sequence[int]
+
+    def token(self, position: int) -> types.GeneratedToken:
+        return types.GeneratedToken(position=position, token_id=self.token_ids[position])
+
+    def reason(self, position: int, stop: types.StopConditions) -> types.FinishReason:
+        """Why the token at the position ends the generation; UNSPECIFIED where it does not."""
+        if position + 1 >= stop.min_tokens and self.token_ids[position] in stop.stop_token_ids:
+            return types.FINISH_REASON_STOP
+        return types.FINISH_REASON_LENGTH if position + 1 == stop.max_tokens else types.FINISH_REASON_UNSPECIFIED
+
+
+class FakeWorker:
+    """What both kinds share: the load that the router is told, and what was asked of them."""
+
+    def __init__(self, script: Script, role: worker_pb2.WorkerRole, layout: PageLayout = LAYOUT) -> None:
+        self.script = script
+        self.layout = layout
+        self.snapshot = worker_pb2.Snapshot(
+            role=role,
+            model=MODEL,
+            layout=layout_to_proto(layout),
+            max_num_seqs=8,
+            max_model_tokens=4096,
+            chunk_tokens=256,
+            load=pb.WorkerLoad(pages_total=100, pages_free=100),
+        )
+        self.address = ""
+        self.works: list[types.WorkItem] = []
+        self.num_live = 0
+        self.num_cancelled = 0
+        self.ended = asyncio.Event()
+        self.restart()
+
+    def restart(self) -> None:
+        """Be another process, as far as watchers can tell; watches that run go on as the old one."""
+        self.hub = WorkerHub(os.urandom(16), lambda: self.snapshot, self._drain)
+        self.publish()
+
+    async def _drain(self, grace_s: float | None) -> int:
+        return 0
+
+    def publish(self, **changes: Any) -> None:
+        """Change fields of the load and tell the watchers."""
+        for name, value in changes.items():
+            setattr(self.snapshot.load, name, value)
+        load = pb.WorkerLoad()
+        load.CopyFrom(self.snapshot.load)
+        self.hub.publish_load(load)
+
+    async def wait_idle(self) -> None:
+        """Until no call is live."""
+        async with asyncio.timeout(5):
+            while self.num_live:
+                self.ended.clear()
+                await self.ended.wait()
+
+    async def _tracked(self, work: types.WorkItem, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        self.works.append(work)
+        self.num_live += 1
+        try:
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_live -= 1
+            self.ended.set()
+            self.publish()
+
+
+class FakePrefill(FakeWorker, PrefillServiceServicer):
+    def __init__(self, script: Script, rig: "Rig", layout: PageLayout = LAYOUT) -> None:
+        super().__init__(script, worker_pb2.WORKER_ROLE_PREFILL, layout)
+        self.rig = rig
+        self.refusal: PageferryError | None = None  # instead of Accepted
+        self.failure: PageferryError | None = None  # instead of the first token
+        self.push_failure: PageferryError | None = None  # instead of the commit
+        self.failure_after_commit: PageferryError | None = None  # instead of Shipped
+        self.compute = asyncio.Event()  # the prompt's compute ends when it is set
+        self.compute.set()
+        self.push = asyncio.Event()  # the push ends when it is set
+        self.push.set()
+        self.accepted = asyncio.Event()
+
+    async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Any) -> AsyncIterator[Any]:
+        async for event in self._tracked(request.work, self._prefill(request)):
+            yield event
+
+    async def _prefill(self, request: prefill_pb2.PrefillRequest) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        work = request.work
+        if self.refusal is not None:
+            raise self.refusal
+        yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.PrefillAccepted(cached_tokens=0))
+        self.accepted.set()
+        await self.compute.wait()
+        if self.failure is not None:
+            raise self.failure
+        position = len(work.output_ids)
+        first = prefill_pb2.FirstToken(
+            token=self.script.token(position),
+            finish_reason=self.script.reason(position, work.stop),
+            queue_ms=0.25,
+            prefill_ms=0.5,
+        )
+        yield prefill_pb2.PrefillResponse(first_token=first)
+        if not request.HasField("target") or first.finish_reason:
+            return
+        await self.push.wait()
+        decode = self.rig.tickets[request.target.ticket]
+        if self.push_failure is not None:
+            decode.set_exception(UnavailableError("the hand-off broke off", reason="HANDOFF_BROKEN"))
+            raise self.push_failure
+        decode.set_result(first.token)
+        if self.failure_after_commit is not None:
+            raise self.failure_after_commit
+        pages = self.layout.num_pages(len(work.prompt_ids) + position) - request.target.cached_tokens // 16
+        shipped = prefill_pb2.Shipped(pages=pages, bytes=pages * PAGE_BYTES, tail_ms=1.0, in_flight_ms=4.0)
+        yield prefill_pb2.PrefillResponse(shipped=shipped)
+
+
+class FakeDecode(FakeWorker, DecodeServiceServicer):
+    def __init__(self, script: Script, rig: "Rig", layout: PageLayout = LAYOUT) -> None:
+        super().__init__(script, worker_pb2.WORKER_ROLE_DECODE, layout)
+        self.rig = rig
+        self.sources: list[decode_pb2.PromptSource] = []
+        self.refusals: list[PageferryError] = []  # one each for the next calls
+        self.admit = asyncio.Event()  # calls are reserved when it is set
+        self.admit.set()
+        self.fail_at: dict[int, PageferryError] = {}  # instead of the token at a position
+        self.pause_at: dict[int, asyncio.Event] = {}  # before the token at a position
+        self.batch = 1  # tokens a message
+
+    async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[Any]:
+        self.sources.append(request.source)
+        async for event in self._tracked(request.work, self._decode(request)):
+            yield event
+
+    async def _decode(self, request: decode_pb2.DecodeRequest) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        work = request.work
+        if self.refusals:
+            raise self.refusals.pop(0)
+        await self.admit.wait()
+        position = len(work.output_ids)
+        reserved = decode_pb2.Reserved(kv_endpoint=self.address, layout=layout_to_proto(self.layout), cached_pages=0)
+        if request.source == decode_pb2.PROMPT_SOURCE_PUSHED:
+            reserved.ticket = os.urandom(16)
+            commit = self.rig.tickets[reserved.ticket] = asyncio.get_running_loop().create_future()
+            yield decode_pb2.DecodeResponse(reserved=reserved)
+            token = await commit
+            assert token.position == position
+        else:
+            yield decode_pb2.DecodeResponse(reserved=reserved)
+        async for event in self._generate(work, position):
+            yield event
+
+    async def _generate(self, work: types.WorkItem, position: int) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        batch: list[types.GeneratedToken] = []
+        reason = types.FINISH_REASON_UNSPECIFIED
+        while reason == types.FINISH_REASON_UNSPECIFIED:
+            if position in self.pause_at:
+                await self.pause_at[position].wait()
+            if position in self.fail_at:
+                raise self.fail_at[position]
+            batch.append(self.script.token(position))
+            reason = self.script.reason(position, work.stop)
+            position += 1
+            if len(batch) == self.batch or reason:
+                yield decode_pb2.DecodeResponse(tokens=decode_pb2.Tokens(tokens=batch))
+                batch = []
+        completed = decode_pb2.Completed(reason=reason, queue_ms=0.5, prefill_ms=1.0, steps=position, first_step_ms=2.0)
+        yield decode_pb2.DecodeResponse(completed=completed)
+
+
+@dataclass
+class Rig:
+    """A router over fake workers, in one event loop. Use as a context; it is ready inside."""
+
+    model_dir: str
+    script: Script
+    num_prefill: int = 1
+    num_decode: int = 1
+    router: RouterConfig = field(default_factory=lambda: RouterConfig(local_prefill_tokens=0))
+    config: Config = field(default_factory=Config)
+    prefill_layout: PageLayout = LAYOUT
+    wait_ready: bool = True
+    tickets: dict[bytes, Any] = field(default_factory=dict)
+
+    async def __aenter__(self) -> Self:
+        self.stack = AsyncExitStack()
+        self.log = SpanLog()
+        tracer = self.log.tracer()
+        self.prefills = [FakePrefill(self.script, self, self.prefill_layout) for _ in range(self.num_prefill)]
+        self.decodes = [FakeDecode(self.script, self) for _ in range(self.num_decode)]
+        for prefill in self.prefills:
+            await self.serve(prefill, tracer)
+        for decode in self.decodes:
+            await self.serve(decode, tracer)
+        router = replace(
+            self.router,
+            prefill=tuple(prefill.address for prefill in self.prefills),
+            decode=tuple(decode.address for decode in self.decodes),
+        )
+        files = resolve_model(self.model_dir)
+        self.tokenizer = load_tokenizer(files)
+        self.fleet = Fleet(
+            router.prefill, router.decode, lambda address: open_channel(address, tracer), model=MODEL, silence_s=5
+        )
+        self.metrics = Metrics()
+        self.frontend = Frontend(
+            replace(self.config, router=router),
+            replace(load_config_of(files), name=MODEL),
+            self.tokenizer,
+            self.fleet,
+            Telemetry(tracer, self.metrics),
+        )
+        self.stack.push_async_callback(self.fleet.close)
+        self.fleet.start()
+        if self.wait_ready:
+            await self.until(lambda: self.frontend.ready)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stack.aclose()
+
+    async def serve(self, worker: FakePrefill | FakeDecode, tracer: Tracer) -> GrpcServer:
+        """Start a worker on its address, or on a free port where it has none."""
+        port = int(worker.address.rpartition(":")[2] or 0)
+        server = await self.stack.enter_async_context(GrpcServer(ServerConfig(port=port), tracer))
+        server.add(add_WorkerServiceServicer_to_server, _Watched(worker), "pageferry.v1.WorkerService")
+        if isinstance(worker, FakePrefill):
+            server.add(add_PrefillServiceServicer_to_server, worker, "pageferry.v1.PrefillService")
+        else:
+            server.add(add_DecodeServiceServicer_to_server, worker, "pageferry.v1.DecodeService")
+        worker.address = f"127.0.0.1:{await server.start()}"
+        worker.server = server
+        return server
+
+    @property
+    def prefill(self) -> FakePrefill:
+        return self.prefills[0]
+
+    @property
+    def decode(self) -> FakeDecode:
+        return self.decodes[0]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Until the condition holds, looked at after each change that the router hears of."""
+        changed = asyncio.Event()
+        self.fleet.listeners.append(changed.set)
+        try:
+            async with asyncio.timeout(5):
+                while not condition():
+                    changed.clear()
+                    await changed.wait()
+        finally:
+            self.fleet.listeners.remove(changed.set)
+
+    async def generate(self, request: pb.GenerateRequest, **options: Any) -> "Answer":
+        """Read one generation to its end."""
+        answer = Answer()
+        async with aclosing(self.stream(request, **options)) as events:
+            async for event in events:
+                answer.take(event)
+        return answer
+
+    def stream(
+        self, request: pb.GenerateRequest, *, deadline: float | None = None, parent: Context | None = None
+    ) -> Any:
+        return self.frontend.generate(request, deadline=deadline, parent=parent)
+
+    def value(self, name: str, **labels: str) -> float:
+        """A metric of the router's."""
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def check_idle(self) -> None:
+        """Nothing is live anywhere, and nothing is counted against a worker."""
+        for worker in (*self.prefills, *self.decodes):
+            await worker.wait_idle()
+        status = self.frontend.get_status()
+        assert (status.queued, status.running) == (0, 0)
+        for worker in self.fleet.workers:
+            assert not worker.view.uncounted
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Give way to others until the condition holds."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
+
+
+class _Watched:
+    """The WorkerService of a worker whose hub may be replaced."""
+
+    def __init__(self, worker: FakeWorker) -> None:
+        self._worker = worker
+
+    async def Watch(self, request: worker_pb2.WatchRequest, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
+        async with aclosing(self._worker.hub.Watch(request, context)) as events:
+            async for event in events:
+                yield event
+
+    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
+        return await self._worker.hub.Drain(request, context)
+
+
+@dataclass
+class Answer:
+    """What one generation gave."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    started: pb.Started | None = None
+    finished: pb.Finished | None = None
+
+    def take(self, response: pb.GenerateResponse) -> None:
+        assert self.finished is None, "an event after the terminal one"
+        match response.WhichOneof("event"):
+            case "started":
+                assert self.started is None
+                self.started = response.started
+            case "delta":
+                self.text += response.delta.text
+                self.token_ids += [token.token_id for token in response.delta.tokens]
+                self.positions += [token.position for token in response.delta.tokens]
+                assert self.positions == list(range(len(self.positions)))
+            case "finished":
+                self.finished = response.finished
+
+    @property
+    def reason(self) -> str:
+        assert self.finished is not None
+        return types.FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower()
