@@ -225,18 +225,20 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 async def call_with(key: str, flags: str, log: SpanLog) -> trace.SpanContext:
-    """Call without our client's interceptors, and return the context that the handler saw."""
+    """Call over a channel that isn't ours, and return the context that the handler saw."""
     seen: list[trace.SpanContext] = []
 
     async def look(request: Any, context: Any) -> Any:
         seen.append(trace.get_current_span().get_span_context())
         yield decode_pb2.DecodeResponse()
 
-    async with loopback(log.tracer(), decode=look) as (server, _):
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as plain:
-            metadata = ((key, f"00-{TRACE_ID}-{PARENT_ID}-{flags}"),) if key else ()
-            async for _ in decode_stub(plain).Decode(REQUEST, metadata=metadata):
-                pass
+    metadata = ((key, f"00-{TRACE_ID}-{PARENT_ID}-{flags}"),) if key else ()
+    async with (
+        loopback(log.tracer(), decode=look) as (server, _),
+        grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as plain,
+    ):
+        async for _ in decode_stub(plain).Decode(REQUEST, metadata=metadata):
+            pass
     return seen[0]
 
 

@@ -144,4 +144,6 @@ def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
 
 def finish_from_proto(value: int) -> FinishReason | None:
     """None for UNSPECIFIED, which says that the generation goes on."""
+    if value not in _REASONS_BACK and value != pb.FINISH_REASON_UNSPECIFIED:
+        raise invalid("finish_reason", value, "is none that this version knows")
     return _REASONS_BACK.get(value)

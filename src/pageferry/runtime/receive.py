@@ -18,6 +18,7 @@ from pageferry.runtime.convert import layout_from_proto, token_from_proto
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
 MAX_UNCOPIED_FRAMES = 8
+CANCEL_DELAY_S = 0.1
 
 
 class FrameKey(NamedTuple):
@@ -147,6 +148,8 @@ class _Receipt:
         while True:
             request = await context.read()
             if request is grpc.aio.EOF:
+                # The stream of a cancelled call ends a moment before its handler is cancelled.
+                await asyncio.sleep(CANCEL_DELAY_S)
                 raise AbortedError("the push ended without Commit", reason="PUSH_BROKEN")
             match request.WhichOneof("message"):
                 case "frame":

@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1._async import HealthServicer
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Tracer
 
@@ -30,7 +29,7 @@ class GrpcServer:
         self.port = config.port
         self._config = config
         self._interceptor = ServerInterceptor(tracer)
-        self._health = HealthServicer()
+        self._health = health.aio.HealthServicer()
         self._services = [""]
         self._server = grpc.aio.server(
             interceptors=(self._interceptor,),
@@ -51,9 +50,10 @@ class GrpcServer:
     async def start(self) -> int:
         """Listen; returns the port. UnavailableError naming host and port where that can't be done."""
         reflected = [service for service in self._services if service]
-        reflection.enable_server_reflection([*reflected, reflection.SERVICE_NAME], self._server)
+        reflection.enable_server_reflection([*reflected, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self.set_serving(False)
-        address = f"{self._config.host}:{self._config.port}"
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        address = f"{host}:{self._config.port}"
         try:
             self.port = self._server.add_insecure_port(address)
         except RuntimeError:

@@ -1,5 +1,6 @@
 """Tracing: one provider a process, exported over OTLP without ever holding up a request or the process's end."""
 
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ EXPORT_DELAY_MS = 200
 EXPORT_TIMEOUT_S = 1.0
 MAX_QUEUED_SPANS = 4096
 SHUTDOWN_S = 1.5
+# These log each batch that fails, and a full queue; the exporter below logs the change of state instead.
+_NOISY_LOGGERS = ("opentelemetry.exporter.otlp.proto.grpc.exporter", "opentelemetry.sdk._shared_internal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,32 +32,55 @@ class Tracing:
 
     tracer: Tracer
     _provider: TracerProvider
+    _exporter: "_CountingExporter | None" = None  # where spans leave the process
 
     def shutdown(self) -> None:
         # The exporter may be waiting for a collector that doesn't answer; it must not keep the process from ending.
-        worker = threading.Thread(target=self._provider.shutdown, name="tracing-shutdown", daemon=True)
-        worker.start()
-        worker.join(SHUTDOWN_S)
+        sending = threading.Thread(target=self._provider.shutdown, name="tracing-shutdown", daemon=True)
+        sending.start()
+        sending.join(SHUTDOWN_S)
+        if self._exporter is not None and self._exporter.num_lost:
+            log("spans_lost", level="warning", endpoint=self._exporter.endpoint, spans=self._exporter.num_lost)
+
+
+class _CountingProcessor(BatchSpanProcessor):
+    """Counts the spans that shall be sent, since a full queue drops some silently."""
+
+    def __init__(self, exporter: "_CountingExporter") -> None:
+        super().__init__(exporter, max_queue_size=MAX_QUEUED_SPANS, schedule_delay_millis=EXPORT_DELAY_MS)
+        self._counter = exporter
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if span.context is not None and span.context.trace_flags.sampled:
+            self._counter.num_ended += 1
+        super().on_end(span)
 
 
 class _CountingExporter(SpanExporter):
-    """Counts spans that could not be sent, and logs when sending begins to fail and when it works again."""
+    """Knows how many spans were not sent, and logs when sending begins to fail and when it works again."""
 
     def __init__(self, inner: SpanExporter, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.num_ended = 0
+        self._num_sent = 0
         self._inner = inner
-        self._endpoint = endpoint
         self._failing = False
-        self.num_dropped = 0
+
+    @property
+    def num_lost(self) -> int:
+        """Spans that ended and were not sent, or not yet."""
+        return max(0, self.num_ended - self._num_sent)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         result = self._inner.export(spans)
         failed = result is not SpanExportResult.SUCCESS
-        if failed:
-            self.num_dropped += len(spans)
+        self._num_sent += 0 if failed else len(spans)
         if failed != self._failing:
             self._failing = failed
-            event = "span_export_failing" if failed else "span_export_working"
-            log(event, level="warning" if failed else "info", endpoint=self._endpoint, dropped_spans=self.num_dropped)
+            if failed:
+                log("span_export_failing", level="warning", endpoint=self.endpoint, spans=len(spans))
+            else:
+                log("span_export_working", endpoint=self.endpoint)
         return result
 
     def shutdown(self) -> None:
@@ -72,24 +98,27 @@ def configure_tracing(
     instance_id: str = "",
 ) -> Tracing:
     """Spans go to OTEL_EXPORTER_OTLP_ENDPOINT, else the configured endpoint, else `local_exporter`, else nowhere."""
-    attributes: dict[str, AttributeValue] = {"service.name": service_name}
-    attributes["service.instance.id"] = instance_id or os.urandom(8).hex()
-    provider = TracerProvider(
-        sampler=ParentBased(ALWAYS_ON), resource=Resource.create(attributes), shutdown_on_exit=False
-    )
+    attributes: dict[str, AttributeValue] = {
+        "service.name": service_name,
+        "service.instance.id": instance_id or os.urandom(8).hex(),
+    }
+    resource = Resource.create(attributes)
+    provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
+    exporter = None
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "") or telemetry.otlp_endpoint
     if endpoint:
-        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True, timeout=EXPORT_TIMEOUT_S)
-        provider.add_span_processor(
-            BatchSpanProcessor(
-                _CountingExporter(exporter, endpoint),
-                max_queue_size=MAX_QUEUED_SPANS,
-                schedule_delay_millis=EXPORT_DELAY_MS,
-            )
-        )
+        exporter = _CountingExporter(_otlp_exporter(endpoint), endpoint)
+        provider.add_span_processor(_CountingProcessor(exporter))
     elif local_exporter is not None:
         provider.add_span_processor(SimpleSpanProcessor(local_exporter))
-    return Tracing(provider.get_tracer("pageferry"), provider)
+    return Tracing(provider.get_tracer("pageferry"), provider, exporter)
+
+
+def _otlp_exporter(endpoint: str) -> SpanExporter:
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    return OTLPSpanExporter(endpoint=url, insecure=not url.startswith("https://"), timeout=EXPORT_TIMEOUT_S)
 
 
 def record_span(

@@ -19,6 +19,7 @@ from pageferry.core.errors import NotFoundError, ResourceExhaustedError
 
 REQUEST_SPAN = "pageferry.request"
 REQUEST_ID = "pageferry.request_id"
+TRACE_ID_BYTES = 16
 MAX_SPANS_PER_TRACE = 2048
 MAX_EXPORT_BYTES = 4 * 2**20
 
@@ -44,12 +45,15 @@ class TraceStore(SpanExporter):
         self._by_request: dict[str, bytes] = {}
         self._latest = b""
 
+    def __len__(self) -> int:
+        return len(self._traces)
+
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.add(encode_spans(spans).resource_spans)
         return SpanExportResult.SUCCESS
 
     def add(self, resource_spans: Iterable[ResourceSpans]) -> int:
-        """Returns how many spans found no room in their trace."""
+        """Returns how many spans were left out: those without a trace id, or without room in their trace."""
         num_rejected = 0
         with self._lock:
             for group in resource_spans:
@@ -75,6 +79,8 @@ class TraceStore(SpanExporter):
             return TracesData(resource_spans=groups).SerializeToString()
 
     def _add_span(self, key: bytes, resource: Resource, span: Span) -> bool:
+        if len(span.trace_id) != TRACE_ID_BYTES:
+            return False
         trace = self._traces.setdefault(span.trace_id, _Trace())
         self._traces.move_to_end(span.trace_id)
         while len(self._traces) > self._max_traces:
@@ -82,7 +88,9 @@ class TraceStore(SpanExporter):
         if trace.num_spans >= MAX_SPANS_PER_TRACE:
             return False
         trace.num_spans += 1
-        trace.resources.setdefault(key, (resource, []))[1].append(span)
+        kept = Span()
+        kept.CopyFrom(span)  # alone: a part of a message would keep the whole of it in memory
+        trace.resources.setdefault(key, (resource, []))[1].append(kept)
         for attribute in span.attributes:
             if attribute.key == REQUEST_ID:
                 trace.request_ids.add(attribute.value.string_value)
@@ -98,7 +106,7 @@ class TraceStore(SpanExporter):
 
     def _find(self, name: str) -> bytes:
         trace_id = self._by_request.get(name, b"") if name else self._latest
-        if not trace_id and len(name) == 32:
+        if not trace_id and len(name) == 2 * TRACE_ID_BYTES:
             try:
                 trace_id = bytes.fromhex(name)
             except ValueError:

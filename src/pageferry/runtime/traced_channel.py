@@ -75,7 +75,7 @@ class TracedChannel(grpc.aio.Channel):
 
 
 class HeldStream:
-    """A streaming call that ends when it is dropped. To be read either as an iterator or by `read`."""
+    """A streaming call that ends when it is dropped."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -91,7 +91,7 @@ class HeldStream:
         return await anext(self._messages)
 
     async def read(self) -> Any:
-        return await self._call.read()
+        return await anext(self, grpc.aio.EOF)
 
     async def write(self, request: Any) -> None:
         await self._call.write(request)

@@ -53,6 +53,10 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
         self._load: inference_pb2.WorkerLoad | None = None
         self._draining = False
 
+    @property
+    def num_watchers(self) -> int:
+        return len(self._watchers)
+
     def publish_load(self, load: inference_pb2.WorkerLoad) -> None:
         """Call as often as the load changes; watchers get the newest at most every 20 ms."""
         self._load = load

@@ -1,0 +1,101 @@
+"""Messages and core types, there and back."""
+
+from dataclasses import replace
+
+import pytest
+from pages import large_layout, small_layout
+
+from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.layout import PageLayout
+from pageferry.core.plan import SampledToken
+from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sequence import FinishReason, WorkItem
+from pageferry.runtime import convert
+from pageferry.v1 import types_pb2 as pb
+
+WORK = WorkItem(
+    request_id="req-1",
+    prompt_ids=(1, 2, 3),
+    sampling=SamplingParams(0.7, 40, 0.9, 0.05, 1.1, 0.5, -0.5, 2**64 - 1, 0),
+    stop=StopParams(20, 3, frozenset({2, 7})),
+    output_ids=(9, 8),
+    choice=1,
+    priority=-4,
+    cache_salt="tenant",
+)
+
+
+@pytest.mark.parametrize("num_logprobs", [None, 0, 5])
+def test_a_work_item_comes_back_as_it_was(num_logprobs: int | None) -> None:
+    work = replace(WORK, sampling=replace(WORK.sampling, num_logprobs=num_logprobs))
+    message = pb.WorkItem.FromString(convert.work_to_proto(work).SerializeToString())
+    assert convert.work_from_proto(message) == work
+
+
+def test_absent_sampling_fields_take_the_contracts_defaults() -> None:
+    assert convert.sampling_from_proto(pb.SamplingParams()) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("work.request_id", {"request_id": ""}),
+        ("work.prompt_ids", {"prompt_ids": []}),
+        ("stop.max_tokens", {"stop": pb.StopConditions()}),
+        ("min_tokens", {"stop": pb.StopConditions(max_tokens=2, min_tokens=3)}),
+        ("temperature", {"sampling": pb.SamplingParams(temperature=float("nan"))}),
+        ("top_p", {"sampling": pb.SamplingParams(top_p=0)}),
+        ("logprobs", {"sampling": pb.SamplingParams(logprobs=21)}),
+    ],
+)
+def test_a_wrong_work_item_names_its_field(field: str, change: dict[str, object]) -> None:
+    message = convert.work_to_proto(WORK)
+    for name, value in change.items():
+        message.ClearField(name)  # type: ignore[arg-type]
+        message.MergeFrom(pb.WorkItem(**{name: value}))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError) as caught:
+        convert.work_from_proto(message)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+@pytest.mark.parametrize("layout", [small_layout(), large_layout()])
+def test_a_layout_comes_back_as_it_was(layout: PageLayout) -> None:
+    message = convert.layout_to_proto(layout)
+    assert message.page_bytes == layout.page_bytes
+    assert convert.layout_from_proto(message) == layout
+
+
+def test_a_layout_whose_page_size_in_bytes_does_not_follow_is_refused() -> None:
+    message = convert.layout_to_proto(small_layout())
+    message.page_bytes += 64
+    with pytest.raises(InvalidArgumentError, match="page_bytes"):
+        convert.layout_from_proto(message)
+
+
+@pytest.mark.parametrize("value", [0, 99])
+def test_an_unknown_page_format_is_refused(value: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"layout.format is {value}"):
+        convert.format_from_proto(value)
+
+
+@pytest.mark.parametrize(
+    "token", [SampledToken(5), SampledToken(5, -0.25), SampledToken(5, -0.25, ((5, -0.25), (6, -1.5)))]
+)
+def test_a_token_comes_back_as_it_was(token: SampledToken) -> None:
+    message = pb.GeneratedToken.FromString(convert.token_to_proto(17, token).SerializeToString())
+    assert convert.token_from_proto(message) == (17, token)
+
+
+def test_logprobs_that_are_not_wanted_are_left_out() -> None:
+    message = convert.token_to_proto(0, SampledToken(5, -0.25), want_logprobs=False)
+    assert not message.HasField("logprobs")
+
+
+@pytest.mark.parametrize("reason", [None, *FinishReason])
+def test_finish_reasons(reason: FinishReason | None) -> None:
+    assert convert.finish_from_proto(convert.finish_to_proto(reason)) is reason
+
+
+def test_a_finish_reason_of_a_later_version_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="finish_reason is 99"):
+        convert.finish_from_proto(99)

@@ -1,0 +1,367 @@
+"""The hand-off of pages between two ends in one process, over a real stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from crc32c import crc32c
+from opentelemetry.trace import SpanKind
+from pages import TICKET, FakeDesk, Gate, MemoryPages, large_layout, small_layout
+from spans import SpanLog, assert_one_tree
+
+from pageferry.core.config import HandoffConfig, ServerConfig
+from pageferry.core.errors import (
+    AbortedError,
+    DataLossError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from pageferry.core.layout import PageLayout
+from pageferry.core.plan import SampledToken
+from pageferry.core.pool import PageId
+from pageferry.runtime.channels import open_channel
+from pageferry.runtime.convert import layout_to_proto
+from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.push import PushClient, PushParts
+from pageferry.runtime.receive import PageReceiver
+from pageferry.runtime.server import GrpcServer
+from pageferry.v1 import page_pb2, page_pb2_grpc
+
+FIRST = (0, SampledToken(42, -0.5, ((42, -0.5), (7, -1.5))))
+
+
+@dataclass
+class Ends:
+    """Both ends; `released` are the pages given back, in order."""
+
+    desk: FakeDesk
+    source: MemoryPages
+    sink: MemoryPages
+    server: GrpcServer
+    channel: grpc.aio.Channel
+    parts: PushParts
+    log: SpanLog
+    released: list[PageId]
+
+    def push(self, ticket: bytes = TICKET) -> PushClient:
+        return PushClient(self.channel, ticket, self.parts, self.released.extend)
+
+    def stub(self) -> Any:
+        return page_pb2_grpc.PageServiceStub(self.channel)
+
+    async def closed(self) -> None:
+        async with asyncio.timeout(5):
+            await self.desk.has_closed.wait()
+
+
+@asynccontextmanager
+async def ends(layout: PageLayout, num_pages: int, *, window: int = 16, lease_ms: int = 30_000) -> AsyncIterator[Ends]:
+    log, desk = SpanLog(), FakeDesk(layout, num_pages, lease_ms=lease_ms)
+    source, sink = MemoryPages(layout, num_pages, seed=1), MemoryPages(layout, num_pages)
+    tracer = log.tracer()
+    # One thread for each end, as in two processes.
+    with ThreadPoolExecutor(1) as sending, ThreadPoolExecutor(1) as receiving:
+        async with GrpcServer(ServerConfig(), tracer) as server:
+            register = page_pb2_grpc.add_PageServiceServicer_to_server
+            server.add(register, PageReceiver(desk, sink, receiving), "pageferry.v1.PageService")
+            port = await server.start()
+            async with open_channel(f"127.0.0.1:{port}", tracer) as channel:
+                parts = PushParts(source, sending, HandoffConfig(lease_ms, window), tracer)
+                yield Ends(desk, source, sink, server, channel, parts, log, [])
+
+
+def numbered(num_pages: int) -> list[tuple[int, PageId]]:
+    return [(page, PageId(page)) for page in range(num_pages)]
+
+
+@pytest.mark.parametrize("layout", [small_layout(), large_layout()], ids=["one frame a page", "three frames a page"])
+async def test_pages_arrive_as_they_were_sent(layout: PageLayout) -> None:
+    async with ends(layout, 4, window=4) as both:
+        async with both.push() as push:
+            await push.open()
+            await push.ship(numbered(4)[:1])
+            await push.ship(numbered(4)[1:])
+            stats = await push.commit(60, FIRST)
+        await both.closed()
+        assert both.sink.pages == both.source.pages
+        assert both.desk.committed == (60, FIRST)
+        assert both.desk.closed == [None]
+        assert both.released == [0, 1, 2, 3]
+        num_bytes = sum(length for _, length in layout.ranges(0, layout.num_layers))
+        assert (stats.pages, stats.bytes) == (4, 4 * num_bytes)
+        assert stats.tail_s >= 0
+        assert stats.in_flight_s > 0
+        assert len(both.desk.frames) == 4 * len(layout.frames())
+
+        spans = await both.log.wait(2)
+        root = assert_one_tree(spans)
+        assert [span.name for span in spans] == ["kv.push", "kv.push"]
+        assert root.kind is SpanKind.CLIENT
+        for span in spans:
+            attributes = dict(span.attributes or {})
+            assert attributes["rpc.response.status_code"] == "OK"
+            assert attributes["pageferry.handoff.pages"] == 4
+            assert attributes["pageferry.handoff.bytes"] == stats.bytes
+            assert attributes["pageferry.handoff.format"] == layout.format.value
+        assert root.attributes
+        assert root.attributes["pageferry.handoff.hidden"] == stats.hidden
+
+
+async def test_a_commit_without_a_first_token() -> None:
+    async with ends(small_layout(), 1) as both, both.push() as push:
+        await push.open()
+        await push.ship(numbered(1))
+        await push.commit(4, None)
+        assert both.desk.committed == (4, None)
+
+
+async def test_the_window_bounds_what_is_in_flight() -> None:
+    num_pages, window = 12, 2
+    async with ends(small_layout(), num_pages, window=window) as both:
+        in_flight: list[int] = []
+        both.source.before = lambda page: in_flight.append(page - len(both.desk.frames))
+        async with both.push() as push:
+            await push.open()
+            await push.ship(numbered(num_pages))
+            await push.commit(48, None)
+        assert len(in_flight) == num_pages
+        assert max(in_flight) < window, "when a page is read, fewer frames than the window are not acknowledged"
+
+
+async def test_a_full_window_waits_for_the_receiver() -> None:
+    async with ends(small_layout(), 3, window=1) as both:
+        gate = Gate()
+        both.sink.before = gate.pass_through
+        async with both.push() as push:
+            await push.open()
+            shipping = asyncio.create_task(push.ship(numbered(3)))
+            await gate.arrived.wait()
+            assert not shipping.done()
+            assert both.released == [0], "a page is given back once it is copied, not only when it is acknowledged"
+            gate.open()
+            await shipping
+            await push.commit(12, None)
+
+
+async def test_an_idle_push_renews_its_lease() -> None:
+    async with ends(small_layout(), 1, lease_ms=30) as both, both.push() as push:
+        await push.open()
+        async with asyncio.timeout(5):
+            await both.desk.kept_alive.wait()
+        await push.ship(numbered(1))
+        await push.commit(4, None)
+        assert both.desk.committed
+
+
+async def test_a_ticket_that_is_refused() -> None:
+    async with ends(small_layout(), 1) as both:
+        async with both.push(b"x" * 16) as push:
+            with pytest.raises(FailedPreconditionError, match="ticket is unknown") as caught:
+                await push.open()
+            assert caught.value.reason == "UNKNOWN_TICKET"
+            with pytest.raises(FailedPreconditionError):
+                await push.ship(numbered(1))
+        assert both.released == [0]
+        assert both.desk.closed == []
+        assert_one_tree(await both.log.wait(2))
+
+
+async def test_layouts_that_differ_are_refused_with_both_values() -> None:
+    async with ends(small_layout(), 1) as both:
+        both.source.layout = PageLayout("f" * 32, small_layout().format, 8, 3, 2, 8)
+        async with both.push() as push:
+            with pytest.raises(FailedPreconditionError, match=r"page_size 4 \(receiver\) and 8 \(sender\)"):
+                await push.open()
+
+
+async def test_a_commit_that_is_refused() -> None:
+    async with ends(small_layout(), 2) as both:
+        async with both.push() as push:
+            await push.open()
+            await push.ship(numbered(1))
+            with pytest.raises(FailedPreconditionError, match="pages are missing"):
+                await push.commit(8, None)
+        await both.closed()
+        (error,) = both.desk.closed
+        assert isinstance(error, FailedPreconditionError)
+
+
+async def test_the_receiver_ends_the_push_when_its_ticket_ends() -> None:
+    async with ends(small_layout(), 2) as both:
+        async with both.push() as push:
+            await push.open()
+            await push.ship(numbered(1))
+            assert both.desk.grant
+            both.desk.grant.end(UnavailableError("the lease ran out", reason="HANDOFF_EXPIRED"))
+            async with asyncio.timeout(5):
+                await push.broken.wait()
+            with pytest.raises(UnavailableError, match="the lease ran out") as caught:
+                await push.ship([(1, PageId(1))])
+            assert caught.value.reason == "HANDOFF_EXPIRED"
+        await both.closed()
+        assert len(both.desk.closed) == 1
+        assert both.released == [0, 1]
+        spans = await both.log.wait(2)
+        assert_one_tree(spans)
+        statuses = {(span.attributes or {})["rpc.response.status_code"] for span in spans}
+        assert statuses == {"UNAVAILABLE"}
+
+
+async def test_leaving_without_a_commit_aborts() -> None:
+    async with ends(small_layout(), 2) as both:
+        async with both.push() as push:
+            await push.open()
+            await push.ship(numbered(1))
+        await both.closed()
+        (error,) = both.desk.closed
+        assert isinstance(error, AbortedError)
+        assert both.desk.committed is None
+        spans = await both.log.wait(2)
+        assert_one_tree(spans)
+        statuses = {span.kind: (span.attributes or {})["rpc.response.status_code"] for span in spans}
+        assert statuses == {SpanKind.CLIENT: "ABORTED", SpanKind.SERVER: "CANCELLED"}
+
+
+async def test_a_cancelled_sender_gives_pages_back_when_their_copies_are_over() -> None:
+    async with ends(small_layout(), 3) as both:
+        gate = Gate()
+        both.source.before = gate.pass_through
+
+        async def send() -> None:
+            async with both.push() as push:
+                await push.open()
+                await push.ship(numbered(3))
+
+        sending = asyncio.create_task(send())
+        await gate.arrived.wait()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await both.closed()
+        assert both.released == [1, 2], "page 0 is being copied"
+        gate.open()
+        both.parts.executor.submit(lambda: None).result()
+        await asyncio.sleep(0)
+        assert both.released == [1, 2, 0]
+
+
+async def test_a_cancelled_receiver_closes_when_its_copy_is_over() -> None:
+    async with ends(small_layout(), 2) as both:
+        gate = Gate()
+        both.sink.before = gate.pass_through
+        async with both.push() as push:
+            await push.open()
+            await push.ship(numbered(1))
+            await gate.arrived.wait()
+        await both.log.wait(2)
+        assert both.desk.closed == [], "a page is being written"
+        gate.open()
+        await both.closed()
+        assert len(both.desk.closed) == 1
+
+
+async def test_a_receiver_that_goes_away() -> None:
+    async with ends(small_layout(), 2) as both:
+        async with both.push() as push:
+            await push.open()
+            await both.server.__aexit__(None, None, None)
+            async with asyncio.timeout(5):
+                await push.broken.wait()
+            assert push.failure and push.failure.retryable
+            with pytest.raises(UnavailableError):
+                await push.commit(8, None)
+        await both.closed()
+
+
+def frame(both: Ends, page_index: int, **changes: Any) -> page_pb2.PushRequest:
+    payload = both.source.read(PageId(0), 0, 3)
+    fields = {"page_index": page_index, "num_layers": 3, "crc32c": crc32c(payload), "payload": payload}
+    return page_pb2.PushRequest(frame=page_pb2.PageFrame(**{**fields, **changes}))
+
+
+async def send_raw(both: Ends, requests: Sequence[page_pb2.PushRequest], *, opened: bool = True) -> Exception:
+    """Send messages as they are, then end the stream; returns what the receiver says."""
+    layout = layout_to_proto(both.source.layout)
+    first = [page_pb2.PushRequest(open=page_pb2.Open(ticket=TICKET, layout=layout))] if opened else []
+
+    async def messages() -> AsyncIterator[page_pb2.PushRequest]:
+        for request in (*first, *requests):
+            yield request
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in both.stub().Push(messages()):
+            pass
+    return from_rpc_error(caught.value)
+
+
+async def test_a_corrupted_frame_is_refused_with_its_page_and_both_checksums() -> None:
+    async with ends(small_layout(), 2) as both:
+        damaged = bytearray(both.source.read(PageId(0), 0, 3))
+        damaged[100] ^= 1
+        sent = crc32c(both.source.read(PageId(0), 0, 3))
+        error = await send_raw(both, [frame(both, 1, payload=bytes(damaged))])
+        await both.closed()
+        assert isinstance(error, DataLossError)
+        assert "page 1" in str(error)
+        assert f"{sent:08x}" in str(error)
+        assert f"{crc32c(bytes(damaged)):08x}" in str(error)
+        assert both.desk.frames == []
+        assert both.sink.pages[1] == bytes(small_layout().page_bytes), "nothing was written"
+        assert isinstance(both.desk.closed[0], DataLossError)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"page_index": 2}, "frame.page_index is 2, must be from 0 to 1"),
+        ({"group": 1}, "frame.group is 1, must be 0"),
+        ({"first_layer": 1}, r"frame.first_layer, num_layers is \(1, 3\)"),
+        ({"num_layers": 0}, r"frame.first_layer, num_layers is \(0, 0\)"),
+        ({"first_layer": 2**32 - 1}, "frame.first_layer"),
+        ({"payload": b"short"}, "frame.payload is '5 bytes'"),
+    ],
+)
+async def test_frames_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+    async with ends(small_layout(), 2) as both:
+        error = await send_raw(both, [frame(both, **{"page_index": 0, **changes})])
+        assert isinstance(error, InvalidArgumentError)
+        with pytest.raises(InvalidArgumentError, match=message):
+            raise error
+        await both.closed()
+        assert both.desk.frames == []
+
+
+async def test_a_frame_that_comes_twice_is_refused() -> None:
+    async with ends(small_layout(), 2) as both:
+        error = await send_raw(both, [frame(both, 0), frame(both, 0)])
+        assert "have come before" in str(error)
+
+
+async def test_a_stream_that_ends_early_aborts_its_ticket() -> None:
+    async with ends(small_layout(), 2) as both:
+        error = await send_raw(both, [frame(both, 0)])
+        assert isinstance(error, AbortedError)
+        await both.closed()
+        assert isinstance(both.desk.closed[0], AbortedError)
+
+
+@pytest.mark.parametrize("requests", [[], [page_pb2.PushRequest()], [page_pb2.PushRequest(commit=page_pb2.Commit())]])
+async def test_a_push_begins_with_open(requests: list[page_pb2.PushRequest]) -> None:
+    async with ends(small_layout(), 2) as both:
+        error = await send_raw(both, requests, opened=False)
+        assert isinstance(error, InvalidArgumentError)
+        assert "must be Open" in str(error)
+        assert both.desk.closed == []
+
+
+async def test_a_second_open_is_refused() -> None:
+    async with ends(small_layout(), 2) as both:
+        error = await send_raw(both, [page_pb2.PushRequest(open=page_pb2.Open())])
+        assert isinstance(error, InvalidArgumentError)
+        await both.closed()

@@ -1,0 +1,177 @@
+"""Servers: health, reflection, limits, a port in use, and draining."""
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from loopback import loopback
+from opentelemetry.trace import NoOpTracer
+from spans import SpanLog
+
+from pageferry.core.config import ServerConfig
+from pageferry.core.errors import ResourceExhaustedError, UnavailableError
+from pageferry.runtime.channels import KEEPALIVE_MS, MIN_PING_INTERVAL_MS
+from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.server import GrpcServer
+from pageferry.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+
+DECODE_SERVICE = "pageferry.v1.DecodeService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def one_message(request: Any, context: Any) -> Any:
+    yield decode_pb2.DecodeResponse()
+
+
+def health_of(channel: grpc.aio.Channel) -> Any:
+    return health_pb2_grpc.HealthStub(channel)
+
+
+async def test_health_follows_the_service_and_leaves_no_span() -> None:
+    log = SpanLog()
+    async with loopback(log.tracer(), decode=one_message) as (server, channel):
+        health = health_of(channel)
+
+        async def statuses() -> list[int]:
+            names = ("", DECODE_SERVICE)
+            return [(await health.Check(health_pb2.HealthCheckRequest(service=name))).status for name in names]
+
+        assert await statuses() == [NOT_SERVING] * 2
+        await server.set_serving(True)
+        assert await statuses() == [SERVING] * 2
+        watch = health.Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == SERVING
+        await server.set_serving(False)
+        assert (await watch.read()).status == NOT_SERVING
+        watch.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Check(health_pb2.HealthCheckRequest(service="no.such.Service"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert not log.spans
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with loopback(NoOpTracer(), decode=one_message) as (_, channel):
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+
+        async def ask() -> Any:
+            yield reflection_pb2.ServerReflectionRequest(list_services="")
+
+        async for answer in stub.ServerReflectionInfo(ask()):
+            names = {service.name for service in answer.list_services_response.service}
+    assert {DECODE_SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_a_message_over_the_limit_is_refused_with_our_limit() -> None:
+    async with loopback(NoOpTracer(), decode=one_message) as (_, channel):
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        work = types_pb2.WorkItem(cache_salt="x" * 5_000_000)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Decode(decode_pb2.DecodeRequest(work=work)).read()
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, ResourceExhaustedError)
+        assert "4194304" in error.message
+        assert await stub.Decode(decode_pb2.DecodeRequest()).read() == decode_pb2.DecodeResponse()
+
+
+async def test_a_port_in_use_is_an_error_that_names_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with GrpcServer(ServerConfig(port=port), NoOpTracer()) as server:
+            with pytest.raises(UnavailableError, match=rf"can't listen on 127\.0\.0\.1:{port}: the port is in use"):
+                await server.start()
+
+
+async def test_two_servers_never_share_a_port() -> None:
+    async with (
+        loopback(NoOpTracer(), decode=one_message) as (first, _),
+        GrpcServer(ServerConfig(port=first.port), NoOpTracer()) as second,
+    ):
+        with pytest.raises(UnavailableError, match="the port is in use"):
+            await second.start()
+
+
+async def test_a_host_that_is_not_ours() -> None:
+    async with GrpcServer(ServerConfig(host="192.0.2.1"), NoOpTracer()) as server:
+        with pytest.raises(UnavailableError, match=r"192\.0\.2\.1:0: cannot assign"):
+            await server.start()
+
+
+def test_a_server_tolerates_its_clients_pings() -> None:
+    assert MIN_PING_INTERVAL_MS < KEEPALIVE_MS
+
+
+class Steps:
+    """A handler that goes on when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, request: Any, context: Any) -> Any:
+        yield decode_pb2.DecodeResponse()
+        self.begun.set()
+        await self.go_on.wait()
+        yield decode_pb2.DecodeResponse()
+
+
+async def test_draining_refuses_new_work_and_lets_live_work_end() -> None:
+    handler = Steps()
+    async with loopback(NoOpTracer(), decode=handler) as (server, channel):
+        await server.set_serving(True)
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        live = stub.Decode(decode_pb2.DecodeRequest())
+        await live.read()
+        await handler.begun.wait()
+        draining = asyncio.create_task(server.drain(30))
+        health = health_of(channel)
+        while (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING:
+            pass
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Decode(decode_pb2.DecodeRequest()).read()
+        error = from_rpc_error(caught.value)
+        assert (type(error), error.reason) == (UnavailableError, "DRAINING")
+        handler.go_on.set()
+        assert len([message async for message in live]) == 1
+        assert await draining == 0
+
+
+async def test_work_that_outlasts_the_grace_ends_with_unavailable() -> None:
+    log, handler = SpanLog(), Steps()
+    async with loopback(log.tracer(), decode=handler) as (server, channel):
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        live = stub.Decode(decode_pb2.DecodeRequest())
+        await handler.begun.wait()
+        assert await server.drain(0) == 1
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in live:
+                pass
+        error = from_rpc_error(caught.value)
+        assert (type(error), error.reason) == (UnavailableError, "DRAINING")
+        statuses = [(span.attributes or {})["rpc.response.status_code"] for span in await log.wait(2)]
+        assert statuses == ["UNAVAILABLE", "UNAVAILABLE"]
+
+
+async def test_draining_goes_on_serving_other_calls() -> None:
+    async def drain(request: Any, context: Any) -> worker_pb2.DrainResponse:
+        return worker_pb2.DrainResponse(aborted=1)
+
+    async with loopback(NoOpTracer(), decode=one_message, drain=drain) as (server, channel):
+        await server.drain(0)
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        assert (await stub.Drain(worker_pb2.DrainRequest())).aborted == 1
+
+
+async def test_a_call_after_an_idle_channel_lost_its_server_succeeds_once_it_is_back() -> None:
+    async with loopback(NoOpTracer(), decode=one_message) as (first, channel):
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        await stub.Decode(decode_pb2.DecodeRequest()).read()
+        await first.__aexit__(None, None, None)
+        async with loopback(NoOpTracer(), decode=one_message, config=ServerConfig(port=first.port)):
+            message = await stub.Decode(decode_pb2.DecodeRequest(), wait_for_ready=True, timeout=5).read()
+            assert message == decode_pb2.DecodeResponse()

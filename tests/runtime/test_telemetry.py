@@ -1,0 +1,131 @@
+"""Where spans go, and that a collector that is away holds nothing up."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import NoOpTracer
+from spans import SpanLog, assert_one_tree
+
+from pageferry.core.config import ServerConfig, TelemetryConfig
+from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.telemetry import configure_tracing, record_span
+from pageferry.runtime.trace_store import TraceReceiver, TraceStore
+
+PROCESS = """
+import sys, time
+from pageferry.core.config import TelemetryConfig
+from pageferry.runtime.logs import configure_logging
+from pageferry.runtime.telemetry import configure_tracing
+configure_logging("test", "info")
+tracing = configure_tracing("test", TelemetryConfig(otlp_endpoint=sys.argv[1]))
+start = time.monotonic()
+for _ in range(100):
+    with tracing.tracer.start_as_current_span("request"):
+        pass
+spans_s = time.monotonic() - start
+tracing.shutdown()
+print(spans_s, time.monotonic() - start)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+
+
+@pytest.mark.parametrize("accepts", [False, True], ids=["closed port", "port that never answers"])
+def test_a_collector_that_is_away_holds_up_neither_spans_nor_the_end(accepts: bool) -> None:
+    with socket.socket() as collector:
+        collector.bind(("127.0.0.1", 0))
+        if accepts:
+            collector.listen()
+        port = collector.getsockname()[1]
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROCESS, f"127.0.0.1:{port}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        output, errors = process.communicate(timeout=30)
+        exit_s = time.monotonic() - start
+    assert process.returncode == 0, errors
+    spans_s, shutdown_s = map(float, output.split())
+    assert spans_s < 0.5
+    assert shutdown_s < 2
+    assert exit_s < shutdown_s + 10, "nothing waits after the shutdown; the rest is starting Python"
+    lines = errors.splitlines()
+    assert len(lines) <= 2, "a line when sending begins to fail, and one with what was lost"
+    assert any("spans_lost" in line and '"spans": 100' in line for line in lines)
+
+
+@pytest.mark.parametrize("scheme", ["", "http://"])
+async def test_spans_reach_a_collector(scheme: str) -> None:
+    store = TraceStore(4)
+    async with GrpcServer(ServerConfig(), NoOpTracer()) as server:
+        register = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        server.add(register, TraceReceiver(store), "opentelemetry.proto.collector.trace.v1.TraceService")
+        port = await server.start()
+        tracing = configure_tracing("pageferry-decode", TelemetryConfig(otlp_endpoint=f"{scheme}127.0.0.1:{port}"))
+        span = tracing.tracer.start_span("decode.queue")
+        span.end()
+        trace_id = f"{span.get_span_context().trace_id:032x}"
+        await asyncio.to_thread(tracing.shutdown)  # as from another process: the collector runs on this loop
+        assert store.find(trace_id) == trace_id
+
+
+async def test_the_environment_wins_over_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TraceStore(4)
+    tracing = configure_tracing("x", TelemetryConfig(otlp_endpoint=""), local_exporter=store)
+    tracing.tracer.start_span("local").end()
+    tracing.shutdown()
+    assert len(store) == 1
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    tracing = configure_tracing("x", TelemetryConfig(otlp_endpoint="127.0.0.1:2"), local_exporter=store)
+    assert tracing._exporter is not None
+    assert tracing._exporter.endpoint == "http://127.0.0.1:1"
+    tracing.tracer.start_span("sent").end()
+    tracing.shutdown()
+    assert len(store) == 1
+
+
+def test_without_any_endpoint_nothing_is_kept() -> None:
+    tracing = configure_tracing("x", TelemetryConfig())
+    tracing.tracer.start_span("nowhere").end()
+    tracing.shutdown()
+
+
+async def test_a_recorded_span_has_its_own_times_and_its_contexts_parent() -> None:
+    log = SpanLog()
+    tracer = log.tracer()
+    parent = tracer.start_span("pageferry.request", start_time=1_000)
+    context = trace.set_span_in_context(parent)
+    record_span(tracer, "queue", context, 2_000, 5_000, {"pageferry.priority": 3})
+    record_span(tracer, "never negative", context, 7_000, 6_000, {})
+    parent.end(9_000)
+    queue, backwards, _ = log.spans
+    assert_one_tree(log.spans)
+    assert times(queue) == (2_000, 5_000)
+    assert times(backwards) == (7_000, 7_000)
+    assert dict(queue.attributes or {}) == {"pageferry.priority": 3}
+
+
+def times(span: ReadableSpan) -> tuple[int | None, int | None]:
+    return span.start_time, span.end_time
+
+
+def test_the_resource_names_service_and_instance() -> None:
+    store = TraceStore(1)
+    tracing = configure_tracing("pageferry-prefill", TelemetryConfig(), local_exporter=store, instance_id="abc")
+    span = tracing.tracer.start_span("x")
+    assert isinstance(span, ReadableSpan)
+    assert span.resource.attributes["service.name"] == "pageferry-prefill"
+    assert span.resource.attributes["service.instance.id"] == "abc"
+    span.end()
