@@ -176,9 +176,9 @@ class Frontend:
         ids = await self._admission.tokenize(request)
         return pb.TokenizeResponse(ids=ids, pieces=[self._tokenizer.piece(id_) for id_ in ids])
 
-    def token_text(self, token_id: int) -> str:
-        """A token's own text; special ones are shown."""
-        return self._tokenizer.piece(token_id)
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's own bytes, which need not be whole characters; special ones are shown."""
+        return self._tokenizer.pieces.bytes_of(token_id)
 
     def list_models(self) -> pb.ListModelsResponse:
         model = pb.Model(

@@ -34,7 +34,7 @@ class Generator(Protocol):
 
     def list_models(self) -> pb.ListModelsResponse: ...
 
-    def token_text(self, token_id: int) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class GenerationResponse(Response):
@@ -63,7 +63,7 @@ class GenerationResponse(Response):
         request = self._parsed.generate
         async with aclosing(self._frontend.generate(request, deadline=None, parent=self._parent)) as events:
             started = (await _next(events)).started
-            builder = reply.Reply(started, int(time.time()), self._parsed.chat, self._frontend.token_text)
+            builder = reply.Reply(started, int(time.time()), self._parsed.chat, self._frontend.token_bytes)
             await (self._stream if self._parsed.stream else self._whole)(builder, events, send)
 
     async def _whole(self, builder: reply.Reply, events: Events, send: Send) -> None:

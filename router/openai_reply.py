@@ -9,19 +9,19 @@ from pageferry.core.errors import FailedPreconditionError, PageferryError, Resou
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 
 Json = dict[str, Any]
-TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 
 _FINISH_REASONS = {types.FINISH_REASON_STOP: "stop", types.FINISH_REASON_LENGTH: "length"}
 
 
 @dataclass(slots=True)
 class Reply:
-    """The objects of one answer; `token_text` gives a token's text, for log-probabilities."""
+    """The objects of one answer; `token_bytes` gives a token's own bytes, for log-probabilities."""
 
     started: pb.Started
     created: int  # Unix seconds
     chat: bool
-    token_text: TokenText
+    token_bytes: TokenBytes
     text_offset: int = 0  # characters of the tokens whose log-probabilities were reported
 
     def whole(self, text: str, tokens: Sequence[types.GeneratedToken], finished: pb.Finished) -> Json:
@@ -84,11 +84,14 @@ class Reply:
         return {"content": content, "refusal": None}
 
     def _chat_token(self, token: types.TokenLogprob) -> Json:
-        text = self.token_text(token.token_id)
-        return {"token": text, "logprob": _finite(token.logprob), "bytes": list(text.encode())}
+        data = self.token_bytes(token.token_id)
+        return {"token": _token_name(data), "logprob": _finite(token.logprob), "bytes": list(data)}
+
+    def _name(self, token: types.TokenLogprob) -> str:
+        return _token_name(self.token_bytes(token.token_id))
 
     def _completion_logprobs(self, reported: list[types.Logprobs]) -> Json:
-        tokens = [self.token_text(entry.sampled.token_id) for entry in reported]
+        tokens = [self._name(entry.sampled) for entry in reported]
         offsets = []
         for text in tokens:
             offsets.append(self.text_offset)
@@ -96,11 +99,17 @@ class Reply:
         return {
             "tokens": tokens,
             "token_logprobs": [_finite(entry.sampled.logprob) for entry in reported],
-            "top_logprobs": [
-                {self.token_text(token.token_id): _finite(token.logprob) for token in entry.top} for entry in reported
-            ],
+            "top_logprobs": [{self._name(token): _finite(token.logprob) for token in entry.top} for entry in reported],
             "text_offset": offsets,
         }
+
+
+def _token_name(data: bytes) -> str:
+    """A token's text, or, where it is no whole characters, its bytes in the form that OpenAI writes them."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def usage(counts: types.Usage) -> Json:

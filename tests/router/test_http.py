@@ -114,6 +114,17 @@ async def test_a_logprob_of_minus_infinity_is_null(stream: bool) -> None:
     assert [request.sampling.logprobs for request in frontend.requests] == [5, 2]
 
 
+async def test_a_token_that_is_no_whole_character_is_told_by_its_bytes() -> None:
+    tokens = (fake.token(0, 128, -1.0, [(128, -1.0), (129, -2.0)]), fake.token(1, 10, -1.0))
+    async with client_of(FakeFrontend((fake.started(), fake.delta("x", *tokens), fake.finished()))) as client:
+        completion = (await client.post("/v1/completions", json={"prompt": "a", "logprobs": 2})).json()
+        chat = (await client.post("/v1/chat/completions", json=CHAT | {"logprobs": True})).json()
+    logprobs = completion["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["bytes:\\xe2\\x80", "<10>"]
+    assert list(logprobs["top_logprobs"][0]) == ["bytes:\\xe2\\x80", "bytes:\\xe2\\x81"]
+    assert chat["choices"][0]["logprobs"]["content"][0]["bytes"] == [0xE2, 0x80]
+
+
 @pytest.mark.parametrize(
     ("error", "status", "code"),
     [

@@ -89,5 +89,6 @@ class FakeFrontend:
         model = pb.Model(name="tiny", max_model_tokens=256, vocab_size=1000, ready=True)
         return pb.ListModelsResponse(models=[model])
 
-    def token_text(self, token_id: int) -> str:
-        return f"<{token_id}>"
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of no character from id 100 on."""
+        return bytes([0xE2, token_id]) if token_id >= 100 else f"<{token_id}>".encode()

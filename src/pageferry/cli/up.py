@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -170,7 +171,11 @@ def _report(role: str, line: str) -> None:
 
 
 def _print(role: str, text: str) -> None:
-    print(f"{role:<10} {text}", file=sys.stderr, flush=True)
+    line = f"{role:<10} {text}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        line = line if len(line) <= width else line[: width - 1] + "…"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _entry(line: str) -> dict[str, object] | None:
