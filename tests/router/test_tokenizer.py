@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tiny_model import BOS_ID, EOS_ID
+from tiny_model import EOS_ID
 from tokenizers import Tokenizer as Encoder, pre_tokenizers
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
@@ -120,6 +120,7 @@ def test_directory_equals_the_library(tiny_model: Path, text: str) -> None:
     assert (tokenizer.eos_ids, tokenizer.vocab_size) == ((EOS_ID,), 320)
 
 
+@pytest.mark.slow
 def test_a_directory_equals_transformers(tiny_model: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tiny_model)

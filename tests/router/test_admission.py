@@ -1,0 +1,231 @@
+"""What is refused before any work is done, with the field, the value and the limit."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fake_workers import Rig, Script
+
+from pageferry.core.config import Config, EngineConfig, RouterConfig
+from pageferry.core.errors import InvalidArgumentError, NotFoundError, PageferryError, ResourceExhaustedError
+from pageferry.core.model_files import resolve_model
+from pageferry.router.admission import Admission, Limits
+from pageferry.router.tokenizer import Tokenizer, load_tokenizer
+from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
+
+EOS = 2
+CONTEXT_ONLY = Limits(2048, None, None)
+ONE_SYSTEM = [("system", " Be brief.\r\n"), ("user", " Hi ")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return load_tokenizer(resolve_model(str(tiny_model)))
+
+
+Make = Callable[..., Admission]
+
+
+@pytest.fixture
+def admission(tokenizer: Tokenizer) -> Make:
+    def make(limits: Limits = CONTEXT_ONLY, defaults: dict[str, float] | None = None, **config: object) -> Admission:
+        return Admission(
+            "tiny",
+            tokenizer,
+            vocab_size=320,
+            config=RouterConfig(**config),
+            limits=lambda: limits,
+            defaults=defaults or {},
+        )
+
+    return make
+
+
+def ask(num_prompt: int = 8, max_tokens: int | None = None, **fields: object) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[100] * num_prompt), **fields)
+    if max_tokens is not None:
+        request.stop.max_tokens = max_tokens
+    return request
+
+
+def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        chat=pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=text) for role, text in messages])
+    )
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (pb.GenerateRequest(), InvalidArgumentError, "input is None, must be prompt, chat or token_ids"),
+        (pb.GenerateRequest(prompt=""), InvalidArgumentError, "prompt is '', must not be empty"),
+        (ask(0), InvalidArgumentError, "token_ids is '', must hold at least one token"),
+        (
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 320])),
+            InvalidArgumentError,
+            "token_ids is 320, .* 0 to 319",
+        ),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), InvalidArgumentError, "4294967295, .* 0 to 319"),
+        (chat(), InvalidArgumentError, "chat.messages"),
+        (chat(("", "x")), InvalidArgumentError, r"chat.messages\[0\].role is ''"),
+        (ask(model="gpt"), NotFoundError, "model 'gpt' is not served, but 'tiny' is"),
+        (ask(request_id="x" * 129), InvalidArgumentError, "request_id is '129 characters', must have at most 128"),
+        (ask(max_tokens=0), InvalidArgumentError, "max_tokens is 0, must be at least 1"),
+        (ask(stop_strings=[""]), InvalidArgumentError, r"stop_strings\[0\] is '0 characters', must be 1 to 1024"),
+        (ask(stop_strings=["x"] * 17), InvalidArgumentError, "stop_strings is '17 strings', must be at most 16"),
+        (ask(stop=types.StopConditions(stop_token_ids=[320])), InvalidArgumentError, "stop_token_ids is 320"),
+        (ask(stop=types.StopConditions(max_tokens=3, min_tokens=4)), InvalidArgumentError, "min_tokens is 4, .* 3"),
+        (ask(stop=types.StopConditions(min_tokens=2041)), InvalidArgumentError, "min_tokens is 2041, .* 2040"),
+        (ask(sampling=types.SamplingParams(temperature=float("nan"))), InvalidArgumentError, "temperature is nan"),
+        (ask(sampling=types.SamplingParams(temperature=-1)), InvalidArgumentError, "temperature is -1"),
+        (ask(sampling=types.SamplingParams(top_p=0)), InvalidArgumentError, "top_p is 0"),
+        (ask(sampling=types.SamplingParams(min_p=1)), InvalidArgumentError, "min_p is 1"),
+        (ask(sampling=types.SamplingParams(repetition_penalty=float("inf"))), InvalidArgumentError, "repetition_pen"),
+        (ask(sampling=types.SamplingParams(frequency_penalty=3)), InvalidArgumentError, "frequency_penalty is 3"),
+        (ask(sampling=types.SamplingParams(logprobs=21)), InvalidArgumentError, "logprobs is 21, .* 0 to 20"),
+    ],
+)
+async def test_bad_fields(
+    admission: Make, request_: pb.GenerateRequest, error: type[PageferryError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await admission().admit(request_)
+
+
+async def test_absent_fields_take_the_models_defaults_then_the_contracts(admission: Make) -> None:
+    plain = await admission().admit(ask())
+    assert (plain.sampling.temperature, plain.sampling.top_k, plain.sampling.num_logprobs) == (1.0, 0, None)
+    assert plain.skip_special
+    tuned = admission(defaults={"temperature": 0.6, "top_k": 20})
+    assert (await tuned.admit(ask())).sampling.temperature == 0.6
+    given = await tuned.admit(ask(sampling=types.SamplingParams(temperature=0, logprobs=0), skip_special_tokens=False))
+    assert (given.sampling.temperature, given.sampling.top_k, given.sampling.num_logprobs) == (0, 20, 0)
+    assert not given.skip_special
+
+
+async def test_a_seed_and_an_id_are_drawn_where_none_is_set(admission: Make) -> None:
+    drawn = [await admission().admit(ask()) for _ in range(2)]
+    assert drawn[0].sampling.seed != drawn[1].sampling.seed
+    assert drawn[0].request_id != drawn[1].request_id
+    given = await admission().admit(ask(request_id="mine", sampling=types.SamplingParams(seed=7)))
+    assert (given.sampling.seed, given.request_id) == (7, "mine")
+
+
+async def test_the_models_end_tokens_end_it_unless_ignored(admission: Make) -> None:
+    stop = types.StopConditions(stop_token_ids=[7])
+    assert (await admission().admit(ask(stop=stop))).stop.stop_token_ids == {7, EOS}
+    stop.ignore_eos = True
+    assert (await admission().admit(ask(stop=stop))).stop.stop_token_ids == {7}
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "counts"),
+    [
+        (2048, None, "the prompt has 2048 tokens; the model takes 2048"),
+        (2048, 1, "2048 tokens and max_tokens is 1, together 2049; the model takes 2048"),
+        (8, 2045, "8 tokens and max_tokens is 2045, together 2053; the model takes 2048"),
+        (5000, None, "the prompt has 5000 tokens; the model takes 2048"),
+    ],
+)
+async def test_what_exceeds_the_context_is_refused_with_the_counts(
+    admission: Make, num_prompt: int, max_tokens: int | None, counts: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=counts):
+        await admission().admit(ask(num_prompt, max_tokens))
+
+
+async def test_what_just_fits_the_context_is_taken(admission: Make) -> None:
+    assert (await admission().admit(ask(2047, 1))).stop.max_tokens == 1
+    assert (await admission().admit(ask(2047))).stop.max_tokens == 1
+    assert (await admission().admit(ask(8))).stop.max_tokens == 2040
+
+
+POOLS = Limits(4096, prefill_pool_tokens=800, decode_pool_tokens=640)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "message"),
+    [
+        (801, 1, "801 tokens and max_tokens is 1, together 802; the largest prefill worker's pages hold 800"),
+        (1002, None, "1002 tokens; the largest prefill worker's pages hold 800"),
+        (641, None, "641 tokens; the largest decode worker's pages hold 640"),
+        (600, 42, "600 tokens and max_tokens is 42, together 642; the largest decode worker's pages hold 640"),
+    ],
+)
+async def test_what_no_pool_can_hold_is_refused_at_once(
+    admission: Make, num_prompt: int, max_tokens: int | None, message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        await admission(POOLS).admit(ask(num_prompt, max_tokens))
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens", "expected"), [(800, 1, 1), (600, 41, 41), (600, None, 41)])
+async def test_what_just_fits_the_pools_is_taken(
+    admission: Make, num_prompt: int, max_tokens: int | None, expected: int
+) -> None:
+    assert (await admission(POOLS).admit(ask(num_prompt, max_tokens))).stop.max_tokens == expected
+
+
+class Untouchable:
+    """A tokenizer that must not be used."""
+
+    eos_ids = ()
+
+
+async def test_oversize_text_is_refused_before_tokenising() -> None:
+    limits = Limits(2048, None, None)
+    strict = Admission("tiny", Untouchable(), vocab_size=320, config=RouterConfig(), limits=lambda: limits, defaults={})
+    text = "ä" * (5 * 2**19)
+    for request in (pb.GenerateRequest(prompt=text), chat(("user", text))):
+        with pytest.raises(ResourceExhaustedError, match="is 5242880 bytes, the limit is 1048576"):
+            await strict.admit(request)
+    with pytest.raises(ResourceExhaustedError, match="text is 5242880 bytes"):
+        await strict.tokenize(pb.TokenizeRequest(text=text))
+
+
+async def test_long_text_is_tokenised_off_the_event_loop(admission: Make, tokenizer: Tokenizer) -> None:
+    text = "some words " * 1000
+    ticks = 0
+
+    async def count() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    admitted = await admission(Limits(10**6, None, None)).admit(pb.GenerateRequest(prompt=text))
+    counting.cancel()
+    assert admitted.prompt_ids == tuple(tokenizer.encode(text))
+    assert ticks > 1
+
+
+async def test_chats_are_rendered_and_system_prompts_evened_out(admission: Make, tokenizer: Tokenizer) -> None:
+    admitted = await admission().admit(chat(*ONE_SYSTEM))
+    rendered = tokenizer.decode(admitted.prompt_ids, skip_special=False)
+    assert rendered == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi <|im_end|>\n<|im_start|>assistant\n"
+    )
+    tokenized = await admission().tokenize(
+        pb.TokenizeRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role=r, content=t) for r, t in ONE_SYSTEM]))
+    )
+    assert tuple(tokenized) == admitted.prompt_ids
+    as_sent = await admission(normalise_system=False).admit(chat(*ONE_SYSTEM))
+    assert " Be brief.\r\n<|im_end|>" in tokenizer.decode(as_sent.prompt_ids, skip_special=False)
+
+
+async def test_limits_come_from_the_workers(tiny_model: Path) -> None:
+    config = Config(engine=EngineConfig(max_model_tokens=3000))
+    async with Rig(str(tiny_model), Script(range(100, 140)), config=config) as router:
+        with pytest.raises(InvalidArgumentError, match="the model takes 3000"):
+            await router.generate(ask(3000))
+        router.decode.publish(pages_total=50)
+        await router.until(lambda: router.fleet.workers[1].view.load.pages_total == 50)
+        with pytest.raises(InvalidArgumentError, match="decode worker's pages hold 800"):
+            await router.generate(ask(802, 2))
+        answer = await router.generate(ask(5, 2))  # nobody behind an impossible one waits
+        assert len(answer.token_ids) == 2
+        model = router.frontend.list_models().models[0]
+        assert (model.name, model.max_model_tokens, model.vocab_size, model.ready) == ("tiny", 3000, 320, True)
+        assert router.value("pageferry_requests_total", outcome="invalid_argument") == 2

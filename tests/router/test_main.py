@@ -1,0 +1,130 @@
+"""The router's main function over fake workers: both servers, health, traces, and the drain."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from fake_workers import MODEL, Answer, Rig, Script
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from pageferry.core.config import Config, EngineConfig, RouterConfig, ServerConfig
+from pageferry.core.errors import InvalidArgumentError, UnavailableError
+from pageferry.router.__main__ import main
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def config_for(router: Rig, **server: object) -> Config:
+    return Config(
+        server=ServerConfig(port=free_port(), **server),
+        engine=EngineConfig(model=router.model_dir),
+        router=RouterConfig(
+            prefill=tuple(prefill.address for prefill in router.prefills),
+            decode=tuple(decode.address for decode in router.decodes),
+            local_prefill_tokens=0,
+        ),
+    )
+
+
+@asynccontextmanager
+async def running(config: Config, stop: asyncio.Event) -> AsyncIterator[grpc.aio.Channel]:
+    """The router with its health at SERVING; stopped in the end, and found to end well."""
+    process = asyncio.create_task(main(config, stop))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{config.server.port}") as channel:
+        try:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            async with asyncio.timeout(10):
+                while (await watch.read()).status != SERVING:
+                    assert not process.done(), process.result()
+            watch.cancel()
+            yield channel
+        finally:
+            stop.set()
+            async with asyncio.timeout(10):
+                assert await process == 0
+
+
+def ask() -> pb.GenerateRequest:
+    request = pb.GenerateRequest(prompt="Say something.", request_id="r-1")
+    request.stop.max_tokens = 3
+    return request
+
+
+@pytest.fixture
+async def workers(tiny_model: Path) -> AsyncIterator[Rig]:
+    named = tiny_model.parent / MODEL
+    async with Rig(str(named), Script([4 + byte for byte in b"abcdef"])) as router:
+        yield router
+
+
+async def test_grpc_and_http_serve_the_same(workers: Rig) -> None:
+    config = config_for(workers, http_port=free_port())
+    async with running(config, asyncio.Event()) as channel, httpx.AsyncClient() as http:
+        stub = InferenceServiceStub(channel)
+        answer = Answer()
+        async for event in stub.Generate(ask()):
+            answer.take(event)
+        assert answer.text == "abc"
+        response = await stub.GetTrace(pb.GetTraceRequest(id="r-1"))
+        assert response.trace_id == answer.started.trace_id
+        spans = [
+            span.name
+            for group in TracesData.FromString(response.traces_data).resource_spans
+            for scope in group.scope_spans
+            for span in scope.spans
+        ]
+        assert {"pageferry.request", "queue", "route", "pageferry.v1.DecodeService/Decode"} <= set(spans)
+        url = f"http://127.0.0.1:{config.server.http_port}"
+        body = {"model": MODEL, "prompt": "Say something.", "max_tokens": 3}
+        reply = await http.post(f"{url}/v1/completions", json=body)
+        assert reply.json()["choices"][0]["text"] == "abc"
+        assert (await http.get(f"{url}/health")).status_code == 200
+        metrics = (await http.get(f"{url}/metrics")).text
+        assert 'pageferry_requests_total{outcome="length"} 2.0' in metrics
+
+
+async def test_a_drain_lets_a_live_stream_end(workers: Rig) -> None:
+    gate = workers.decode.pause_at[1] = asyncio.Event()
+    stop = asyncio.Event()
+    async with running(config_for(workers, drain_grace_s=5), stop) as channel:
+        stub = InferenceServiceStub(channel)
+        call = stub.Generate(ask())
+        answer = Answer()
+        for _ in range(2):  # Started and the first token
+            answer.take(await call.read())
+        stop.set()
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        while (await watch.read()).status == SERVING:
+            pass
+        watch.cancel()
+        with pytest.raises(grpc.aio.AioRpcError, match="draining"):
+            await stub.Generate(ask()).read()
+        gate.set()
+        while (event := await call.read()) is not grpc.aio.EOF:
+            answer.take(event)
+        assert (answer.text, answer.reason) == ("abc", "length")
+
+
+async def test_what_is_wrong_at_the_start_is_one_clear_error(workers: Rig) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"router\.decode is \(\), must name at least one"):
+        await main(Config(), asyncio.Event())
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = config_for(workers, http_port=taken.getsockname()[1])
+        with pytest.raises(UnavailableError, match="can't be opened"):
+            await main(config, asyncio.Event())
