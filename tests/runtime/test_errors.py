@@ -1,5 +1,6 @@
 """Errors across a call: class, message, reason and details arrive as they were raised."""
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -41,6 +42,33 @@ async def test_an_error_crosses_a_call_whole(kind: type[errors.PageferryError]) 
     assert (error.message, error.reason, error.retry_after_ms) == ("queue is full: 8 of 8", "QUEUE_FULL", 1250)
     assert error.violations == (errors.FieldViolation("sampling.top_p", "is 7"),)
     assert error.metadata == {"limit": "8"}
+
+
+@pytest.mark.parametrize("letter", ["x", "\n", "京"])
+async def test_an_error_too_long_for_a_header_is_cut(letter: str) -> None:
+    async def fail(request: Any, context: Any) -> Any:
+        raise errors.InvalidArgumentError(
+            letter * 100_000,
+            reason="TOO_LONG",
+            violations=tuple(errors.FieldViolation("prompt", letter * 100_000) for _ in range(50)),
+        )
+        yield
+
+    error = await raised_by(fail)
+    assert (type(error), error.reason) == (errors.InvalidArgumentError, "TOO_LONG")
+    assert error.message.startswith(letter * 300)
+    assert error.message.endswith("…")
+
+
+async def test_a_cancelled_wait_inside_a_handler_is_no_cancelled_call() -> None:
+    async def fail(request: Any, context: Any) -> Any:
+        inner = asyncio.get_running_loop().create_future()
+        inner.cancel()
+        await inner
+        yield
+
+    error = await raised_by(fail)
+    assert (type(error), error.message) == (errors.InternalError, "internal error: CancelledError")
 
 
 async def test_an_unknown_exception_is_internal_and_its_text_stays_here(caplog: pytest.LogCaptureFixture) -> None:

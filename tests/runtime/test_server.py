@@ -148,6 +148,7 @@ async def test_work_that_outlasts_the_grace_ends_with_unavailable() -> None:
         live = stub.Decode(decode_pb2.DecodeRequest())
         await handler.begun.wait()
         assert await server.drain(0) == 1
+        assert await server.drain(0) == 0
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in live:
                 pass

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from pageferry.core.errors import UnavailableError
+from pageferry.runtime.loop_calls import call_on_loop
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class EngineThread(Generic[E]):
                 events = self._stepper.step(self._clock())
                 self._progress = self._clock()
                 if events:
-                    self._deliver_soon(events)
+                    call_on_loop(self._loop, self._deliver, events)
                 self._wait(self._stepper.next_wakeup(self._clock()))
         except BaseException as error:
             failure = error
@@ -120,7 +121,7 @@ class EngineThread(Generic[E]):
             self._closed = True
         left = [command.result for command in self._commands if command.result is not None]
         answers: list[_Answer] = [(result, None, _stopped()) for result in left]
-        self._to_loop(lambda: self._end(failure, answers))
+        call_on_loop(self._loop, self._end, failure, answers)
 
     def _wait(self, seconds: float | None) -> None:
         with self._wake:
@@ -142,7 +143,7 @@ class EngineThread(Generic[E]):
                 self._run(self._commands.popleft(), answers)
         finally:
             if answers:
-                self._to_loop(lambda: _settle(answers))
+                call_on_loop(self._loop, _settle, answers)
         return not stopping
 
     def _run(self, command: _Command, answers: "list[_Answer]") -> None:
@@ -153,15 +154,6 @@ class EngineThread(Generic[E]):
             answers.append((command.result, command.run(), None))
         except Exception as error:
             answers.append((command.result, None, error))
-
-    def _deliver_soon(self, events: list[E]) -> None:
-        self._to_loop(lambda: self._deliver(events))
-
-    def _to_loop(self, callback: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
 
     def _end(self, failure: BaseException | None, answers: "list[_Answer]") -> None:
         _settle(answers)

@@ -13,6 +13,10 @@ from grpc_status import rpc_status  # type: ignore[import-untyped]
 from pageferry.core import errors
 
 DOMAIN = "pageferry"
+# A status travels in a header, and peers refuse headers above 8 KiB.
+MAX_MESSAGE_BYTES = 1024
+MAX_DESCRIPTION_BYTES = 256
+MAX_VIOLATIONS = 8
 _DETAILS_KEY = "grpc-status-details-bin"
 _CLASSES: dict[str, type[errors.PageferryError]] = {
     kind.code: kind
@@ -42,15 +46,17 @@ def to_status(error: errors.PageferryError) -> Status:
     ]
     if error.violations:
         violations = [
-            BadRequest.FieldViolation(field=violation.field, description=violation.description)
-            for violation in error.violations
+            BadRequest.FieldViolation(
+                field=violation.field, description=_short(violation.description, MAX_DESCRIPTION_BYTES)
+            )
+            for violation in error.violations[:MAX_VIOLATIONS]
         ]
         details.append(BadRequest(field_violations=violations))
     if error.retry_after_ms is not None:
         delay = Duration()
         delay.FromMilliseconds(error.retry_after_ms)
         details.append(RetryInfo(retry_delay=delay))
-    status = Status(code=grpc.StatusCode[error.code].value[0], message=error.message)
+    status = Status(code=grpc.StatusCode[error.code].value[0], message=_short(error.message, MAX_MESSAGE_BYTES))
     for detail in details:
         packed = PackedMessage()
         packed.Pack(detail)
@@ -81,6 +87,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.PageferryError:
         violations=violations,
         metadata=dict(info.metadata) if info else None,
     )
+
+
+def _short(text: str, max_bytes: int) -> str:
+    encoded = text.encode(errors="replace")
+    return text if len(encoded) <= max_bytes else encoded[:max_bytes].decode(errors="ignore") + "…"
 
 
 def _is_broken_stream(code: grpc.StatusCode, message: str) -> bool:

@@ -66,27 +66,34 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
+            return 0
         except TimeoutError:
-            self._overdue = set(self._at_work)
-            for task in self._overdue:
-                task.cancel()
-            await self._idle.wait()
-        return len(self._overdue)
+            overdue = set(self._at_work)
+        self._overdue |= overdue
+        for task in overdue:
+            task.cancel()
+        await self._idle.wait()
+        return len(overdue)
 
     async def _answer(self, method: str, behaviour: Behaviour, request: Any, servicer_context: Any) -> Any:
         """Run the handler; its errors end the call with their status."""
+        error: PageferryError
         try:
             if self.draining and method in _WORK_METHODS:
                 raise UnavailableError("the server is draining", reason="DRAINING")
             return await behaviour(request, servicer_context)
         except PageferryError as raised:
             error = raised
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             task = asyncio.current_task()
-            if task not in self._overdue:
+            if task in self._overdue:
+                task.uncancel()
+                error = UnavailableError("the server drained before the call was over", reason="DRAINING")
+            elif task is not None and task.cancelling():
                 raise
-            task.uncancel()
-            error = UnavailableError("the server drained before the call was over", reason="DRAINING")
+            else:  # of something that the handler waited for: the call itself goes on, and must get an end
+                log("handler_failed", level="error", error=cancelled, method=method)
+                error = InternalError("internal error: CancelledError")
         except grpc.aio.BaseError:  # the handler has ended the call itself
             raise
         except Exception as raised:
@@ -107,6 +114,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             yield
         finally:
             self._at_work.discard(task)
+            self._overdue.discard(task)
             if not self._at_work:
                 self._idle.set()
 

@@ -23,8 +23,11 @@ from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
 from pageferry.v1 import page_pb2, page_pb2_grpc
+
+STATUS_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +98,12 @@ class PushClient:
         waiting = deque(pages)
         try:
             while waiting:
-                await self._until(self._has_room)
+                await self._wait_for_room()
                 page_index, page = waiting[0]
                 self._sender.ship(page_index)
                 waiting.popleft()
                 for frame in await self._copy(page_index, page):
-                    await self._until(self._has_room)
+                    await self._wait_for_room()
                     self._put(page_pb2.PushRequest(frame=frame))
                     self._sender.sent(len(frame.payload), time.monotonic())
         finally:
@@ -141,18 +144,23 @@ class PushClient:
         try:
             self.abort()
             if self._reader is not None:
+                # The status follows Committed at once, unless the receiver has just died.
+                await asyncio.wait({self._reader}, timeout=STATUS_TIMEOUT_S)
+                self._call.cancel()
                 await self._reader
         finally:
             self._end_span()
 
-    def _has_room(self) -> bool:
-        return self._sender.num_in_flight < self._parts.config.max_frames_in_flight
+    async def _wait_for_room(self) -> None:
+        start = time.monotonic()
+        await self._until(lambda: self._sender.num_in_flight < self._parts.config.max_frames_in_flight)
+        self._stalled_s += time.monotonic() - start
 
     async def _copy(self, page_index: int, page: PageId) -> list[page_pb2.PageFrame]:
         """The page's frames, copied on the transfer thread; the page is released once that is over, in any case."""
         loop = asyncio.get_running_loop()
         copying = self._parts.executor.submit(_frames, self._parts.source, page_index, page)
-        copying.add_done_callback(lambda _: loop.call_soon_threadsafe(self._on_released, [page]))
+        copying.add_done_callback(lambda _: call_on_loop(loop, self._on_released, [page]))
         return await asyncio.wrap_future(copying)
 
     def _put(self, request: page_pb2.PushRequest) -> None:
@@ -212,15 +220,12 @@ class PushClient:
             raise self._failure
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        start = time.monotonic()
-        while True:
-            self._raise_failure()
-            if ready():
-                break
+        """Wait for the peer; raises what ended the push."""
+        self._raise_failure()
+        while not ready():
             self._progress.clear()
             await self._progress.wait()
-        if ready == self._has_room:
-            self._stalled_s += time.monotonic() - start
+            self._raise_failure()
 
     def _end_span(self) -> None:
         self._span.set_attribute("pageferry.handoff.format", self._parts.source.layout.format.value)

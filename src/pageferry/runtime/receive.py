@@ -15,6 +15,7 @@ from pageferry.core.layout import PageLayout, PageSink
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
 from pageferry.runtime.convert import layout_from_proto, token_from_proto
+from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
 MAX_UNCOPIED_FRAMES = 8
@@ -142,7 +143,7 @@ class _Receipt:
             self._desk.close(self._grant, error)
             return
         loop = asyncio.get_running_loop()
-        self._copying.add_done_callback(lambda _: loop.call_soon_threadsafe(self._desk.close, self._grant, error))
+        self._copying.add_done_callback(lambda _: call_on_loop(loop, self._desk.close, self._grant, error))
 
     async def _read_messages(self, context: Any) -> page_pb2.Commit:
         while True:

@@ -12,6 +12,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Tracer
 
+from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.runtime.rpc_spans import client_span_name, end_span, inject_context, rpc_attributes
 
 
@@ -134,8 +135,8 @@ class HeldStream:
 
     def __del__(self) -> None:
         # The collector may run on any thread, at any time.
-        if not self._loop.is_closed() and not self._call.done():
-            self._loop.call_soon_threadsafe(self._call.cancel)
+        if not self._call.done():
+            call_on_loop(self._loop, self._call.cancel)
 
 
 def _outcome(call: Any) -> tuple[grpc.StatusCode, str]:
