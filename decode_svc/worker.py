@@ -79,6 +79,11 @@ class DecodeWorker:
             vocab_size=served.limits.vocab_size,
         )
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that are live."""
+        return len(self._calls)
+
     def start(self) -> None:
         self.engine.start()
         self.engine.failed.add_done_callback(lambda failed: self._fail_all(failed.result()))

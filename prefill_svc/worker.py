@@ -85,6 +85,11 @@ class PrefillWorker:
         self._shipments: set[asyncio.Task[None]] = set()
         self.engine = EngineThread(step, self._deliver, name="prefill-engine", clock=clock)
 
+    @property
+    def num_calls(self) -> int:
+        """Calls that are live."""
+        return len(self._calls)
+
     def start(self) -> None:
         self.engine.start()
         self.engine.failed.add_done_callback(lambda failed: self._fail_all(failed.result()))

@@ -1,26 +1,32 @@
 """A prefill and a decode worker in one process: real pools, schedulers and gRPC, with the fake model."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence as ListLike
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from fake_engine import LAYOUT, VOCAB_SIZE, FakePages, FakeRunner, make_work
+import grpc
+import pytest
+from crc32c import crc32c
+from fake_engine import LAYOUT, VOCAB_SIZE, FakePages, FakeRunner, make_work, vectors
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pageferry.core.config import HandoffConfig, SchedulerConfig, ServerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
-from pageferry.core.handoff import TicketTable
+from pageferry.core.errors import PageferryError
+from pageferry.core.handoff import Ticket, TicketTable
 from pageferry.core.layout import PageLayout
 from pageferry.core.limits import ModelLimits
-from pageferry.core.pool import PagePool
+from pageferry.core.pool import PageId, PagePool
 from pageferry.core.prefill_scheduler import PrefillScheduler
+from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.service import DecodeService
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
@@ -29,14 +35,24 @@ from pageferry.prefill_svc.shipping import DecodeChannels
 from pageferry.prefill_svc.step import PrefillStep
 from pageferry.prefill_svc.worker import PrefillWorker
 from pageferry.runtime.channels import open_channel
-from pageferry.runtime.convert import work_to_proto
+from pageferry.runtime.convert import layout_to_proto, work_to_proto
+from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.work_calls import PastSpans
 from pageferry.runtime.worker_hub import WorkerHub
-from pageferry.v1 import decode_pb2, decode_pb2_grpc, page_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2
+from pageferry.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    page_pb2,
+    page_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+)
 
 PATIENCE_S = 10.0
 
@@ -118,11 +134,23 @@ class PrefillSide(Side):
         self.server.add(register, PrefillService(self.worker), "pageferry.v1.PrefillService")
 
 
+class NotingTable(TicketTable):
+    """Keeps what it has issued."""
+
+    def __init__(self, incarnation: bytes, lease_s: float, layout: PageLayout) -> None:
+        super().__init__(incarnation, lease_s, layout)
+        self.issued: list[Ticket] = []
+
+    def issue(self, ticket_id: bytes, sequence: Sequence, **fields: Any) -> Ticket:
+        self.issued.append(super().issue(ticket_id, sequence, **fields))
+        return self.issued[-1]
+
+
 class DecodeSide(Side):
     def __init__(self, settings: Settings, exporter: InMemorySpanExporter) -> None:
         super().__init__(settings, exporter)
         scheduler = DecodeScheduler(settings.scheduler, self.pool, settings.layout)
-        self.tickets = TicketTable(b"i" * 16, settings.handoff.lease_ms / 1000, settings.layout)
+        self.tickets = NotingTable(b"i" * 16, settings.handoff.lease_ms / 1000, settings.layout)
         self.step = DecodeStep(scheduler, self.pool, self.tickets, self.runner, settings.layout, settings.clock)
         self.service = DecodeService()
         self.server.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, self.service, "pageferry.v1.DecodeService")
@@ -136,6 +164,16 @@ class DecodeSide(Side):
         self.worker = DecodeWorker(self.step, served, spans, self.publisher, settings.clock)
         self.service.attach(self.worker, self.pages, self.executor)
         self.worker.start()
+
+    def has_received(self, num_pages: int) -> Callable[[], Awaitable[bool]]:
+        """For `until`: whether so many pages have come, of all tickets together."""
+
+        async def check() -> bool:
+            return bool(
+                await self.on_engine(lambda: sum(len(ticket.arrived) for ticket in self.tickets.issued) == num_pages)
+            )
+
+        return check
 
 
 class Bench:
@@ -162,12 +200,16 @@ class Bench:
         await self._stack.aclose()
 
     def prefill(
-        self, request_id: str, prompt: Iterable[int], reserved: decode_pb2.Reserved | None = None, **fields: Any
+        self,
+        request_id: str,
+        prompt: Iterable[int],
+        reserved: decode_pb2.Reserved | prefill_pb2.HandoffTarget | None = None,
+        **fields: Any,
     ) -> Any:
         timeout = fields.pop("timeout", None)
         request = prefill_pb2.PrefillRequest(work=work_to_proto(make_work(request_id, prompt, **fields)))
         if reserved is not None:
-            request.target.CopyFrom(target_of(reserved))
+            request.target.CopyFrom(target_of(reserved) if isinstance(reserved, decode_pb2.Reserved) else reserved)
         stub: Any = prefill_pb2_grpc.PrefillServiceStub(self.p_channel)
         return stub.Prefill(request, timeout=timeout)
 
@@ -199,6 +241,52 @@ class Bench:
             await until(side.is_idle)
 
 
+class RawPush:
+    """A sender that does what a test wants, and not what is right."""
+
+    def __init__(self, bench: Bench, reserved: decode_pb2.Reserved) -> None:
+        self.reserved = reserved
+        self.layout = bench.d.settings.layout
+        stub: Any = page_pb2_grpc.PageServiceStub(bench.d_channel)
+        self.call = stub.Push()
+
+    async def open(self, layout: PageLayout | None = None) -> page_pb2.PushResponse:
+        message = page_pb2.Open(ticket=self.reserved.ticket, layout=layout_to_proto(layout or self.layout))
+        await self.call.write(page_pb2.PushRequest(open=message))
+        return await self.read()
+
+    async def send_page(self, page_index: int, token_ids: ListLike[int], *, crc_error: int = 0) -> None:
+        """Send one page of a prompt, with true bytes, and wait until it is taken."""
+        pages = FakePages(self.layout, 1)
+        size = self.layout.page_size
+        for position in range(page_index * size, min(len(token_ids), page_index * size + size)):
+            pages.put(PageId(0), position % size, vectors(self.layout, token_ids[position], position))
+        for first_layer, num_layers in self.layout.frames():
+            payload = pages.read(PageId(0), first_layer, num_layers)
+            frame = page_pb2.PageFrame(
+                page_index=page_index,
+                first_layer=first_layer,
+                num_layers=num_layers,
+                crc32c=crc32c(payload) ^ crc_error,
+                payload=payload,
+            )
+            await self.call.write(page_pb2.PushRequest(frame=frame))
+            await self.read()
+
+    async def commit(self, covered_tokens: int, first: int | None = None) -> page_pb2.PushResponse:
+        draws = [page_pb2.FirstDraw(token=types_pb2.GeneratedToken(token_id=first))] if first is not None else []
+        message = page_pb2.Commit(covered_tokens=covered_tokens, first_tokens=draws)
+        await self.call.write(page_pb2.PushRequest(commit=message))
+        return await self.read()
+
+    async def read(self) -> page_pb2.PushResponse:
+        """The next response; raises the call's error where it is over."""
+        try:
+            return await anext(self.call)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+
+
 class Result:
     """The messages of a request."""
 
@@ -219,6 +307,56 @@ def target_of(reserved: decode_pb2.Reserved) -> prefill_pb2.HandoffTarget:
         cached_tokens=reserved.cached_tokens,
         layout=reserved.layout,
     )
+
+
+async def error_of(call: Any) -> PageferryError:
+    """How a call ended that did not end well; reads it to its end."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            code = await call.code()
+    except TimeoutError:
+        raise AssertionError("the call does not end") from None
+    assert code is not grpc.StatusCode.OK
+    metadata = [await part() for part in (call.initial_metadata, call.trailing_metadata)]
+    return from_rpc_error(grpc.aio.AioRpcError(code, *metadata, details=await call.details()))
+
+
+async def drain(messages: Any) -> list[Any]:
+    """All messages to the stream's end, which must be a good one."""
+    return [message async for message in messages]
+
+
+async def failure(messages: Any) -> PageferryError:
+    """The error that ends a stream, after any messages."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(PATIENCE_S):
+            await drain(messages)
+    return from_rpc_error(caught.value)
+
+
+class Gate:
+    """Holds up a thread that passes it, from the `after`th time on, until it is opened."""
+
+    def __init__(self, after: int = 0) -> None:
+        self._left = after
+        self._open = threading.Event()
+        self._reached = threading.Event()
+
+    def __call__(self, *_: object) -> None:
+        if self._left > 0:
+            self._left -= 1
+            return
+        self._reached.set()
+        assert self._open.wait(PATIENCE_S)
+
+    async def reached(self) -> None:
+        async def is_reached() -> bool:
+            return self._reached.is_set()
+
+        await until(is_reached)
+
+    def open(self) -> None:
+        self._open.set()
 
 
 async def until(ready: Callable[[], Awaitable[bool]]) -> None:
