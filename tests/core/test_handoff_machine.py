@@ -114,11 +114,13 @@ class HandoffMachine(RuleBasedStateMachine):
             self.ended(attempt, TicketState.EXPIRED)
 
     @precondition(lambda self: self.attempts)
-    @rule(pick=PICKS, num_steps=st.integers(1, 12))
-    def both_sides_go_on(self, pick: int, num_steps: int) -> None:
+    @rule(pick=PICKS, num_steps=st.integers(1, 8), step_s=st.sampled_from([0.0, 0.5, 9.5]))
+    def both_sides_go_on(self, pick: int, num_steps: int, step_s: float) -> None:
         """The steps of a hand-off in order, as far as neither side has given up."""
         attempt = self.pick(pick)
         for _ in range(num_steps):
+            self.now += step_s
+            self.nothing_early_or_late_is_taken()
             if attempt.state is TicketState.COMMITTED:
                 self.consumed(attempt)
             elif attempt.sender.state is SenderState.ABORTED:
@@ -174,7 +176,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.attempts)
     @rule(pick=PICKS, frame=st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)))
     def a_stray_frame_arrives(self, pick: int, frame: Frame) -> None:
-        if self.pick(pick).state is not TicketState.RESERVED:  # no frame comes before Open: its stream begins with it
+        if self.pick(pick).state is not TicketState.RESERVED:
             self.frame_arrives(self.pick(pick), frame)
 
     def frame_arrives(self, attempt: Attempt, frame: Frame) -> bool:
@@ -191,23 +193,27 @@ class HandoffMachine(RuleBasedStateMachine):
             return True
         return False
 
-    @precondition(lambda self: self.attempts)
-    @rule(pick=PICKS)
-    def keep_alive(self, pick: int) -> None:
-        attempt = self.pick(pick)
-        if attempt.state is TicketState.RESERVED:
-            return
+    @rule()
+    def keep_alives_arrive(self) -> None:
+        for attempt in self.attempts:
+            if attempt.state is not TicketState.RESERVED:
+                self.keep_alive(attempt)
+
+    def keep_alive(self, attempt: Attempt) -> None:
         accepted = self.accepts(attempt, TicketState.FILLING)
         self.peer_calls(accepted, lambda: self.table.renew(attempt.ticket, self.now))
         if accepted:
             self.renewed(attempt)
 
-    @precondition(lambda self: self.attempts)
-    @rule(pick=PICKS, miscount=st.integers(0, 1))
-    def a_stray_commit_arrives(self, pick: int, miscount: int) -> None:
-        attempt = self.pick(pick)
-        if attempt.state is not TicketState.RESERVED:
-            self.commits(attempt, attempt.ticket.covered_tokens + miscount)
+    @invariant()
+    def nothing_early_or_late_is_taken(self) -> None:
+        """A refused commit changes nothing, so it may be tried at any time."""
+        for attempt in self.attempts:
+            if attempt.state is TicketState.RESERVED:
+                continue  # nothing comes before Open: the stream begins with it
+            if attempt.arrived != attempt.expected_layers or not self.accepts(attempt, TicketState.FILLING):
+                self.commits(attempt, attempt.ticket.covered_tokens)
+            self.commits(attempt, attempt.ticket.covered_tokens + 1)
 
     def commits(self, attempt: Attempt, covered_tokens: int) -> bool:
         whole = attempt.arrived == attempt.expected_layers and covered_tokens == attempt.ticket.covered_tokens
@@ -236,15 +242,14 @@ class HandoffMachine(RuleBasedStateMachine):
         self.ended(attempt, TicketState.CONSUMED)  # and the sequence ends at once
 
     @precondition(lambda self: self.attempts)
-    @rule(pick=PICKS)
-    def receiver_aborts(self, pick: int) -> None:
-        self.table.abort(self.pick(pick).ticket)
-        self.ended(self.pick(pick), TicketState.ABORTED)
-
-    @precondition(lambda self: self.attempts)
-    @rule(pick=PICKS)
-    def sender_aborts(self, pick: int) -> None:
-        self.pick(pick).sender.abort()
+    @rule(pick=PICKS, side=st.sampled_from(["receiver", "sender"]))
+    def a_side_gives_up(self, pick: int, side: str) -> None:
+        attempt = self.pick(pick)
+        if side == "sender":
+            attempt.sender.abort()
+        else:
+            self.table.abort(attempt.ticket)
+            self.ended(attempt, TicketState.ABORTED)
 
     @invariant()
     def both_know_the_same(self) -> None:
