@@ -1,0 +1,115 @@
+from dataclasses import replace
+
+import pytest
+
+from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
+from pageferry.core.layout import MAX_FRAME_BYTES, PageFormat, PageLayout
+
+SMOLLM2 = PageLayout("a" * 32, PageFormat.INT8, page_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
+ODD = PageLayout("b" * 32, PageFormat.INT8, page_size=5, num_layers=3, num_kv_heads=1, head_dim=9)
+LARGE = PageLayout("c" * 32, PageFormat.BF16, page_size=64, num_layers=7, num_kv_heads=8, head_dim=128)
+LAYOUTS = [SMOLLM2, replace(SMOLLM2, format=PageFormat.BF16), replace(SMOLLM2, format=PageFormat.FP32), ODD, LARGE]
+
+
+def test_bytes_of_a_page_in_each_format() -> None:
+    num_values = 30 * 2 * 3 * 16 * 64
+    num_scales = 30 * 2 * 3 * 16
+    assert SMOLLM2.page_bytes == num_values + 2 * num_scales
+    assert replace(SMOLLM2, format=PageFormat.BF16).page_bytes == 2 * num_values
+    assert replace(SMOLLM2, format=PageFormat.FP32).page_bytes == 4 * num_values
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_both_parts_begin_at_multiples_of_64(layout: PageLayout) -> None:
+    assert layout.scale_offset % 64 == 0
+    assert layout.page_bytes % 64 == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frames_carry_every_layer_once_and_fit(layout: PageLayout) -> None:
+    layers = [layer for first, num in layout.frames() for layer in range(first, first + num)]
+    assert layers == list(range(layout.num_layers))
+    for first_layer, num_layers in layout.frames():
+        assert sum(length for _, length in layout.ranges(first_layer, num_layers)) <= MAX_FRAME_BYTES
+
+
+def test_a_large_page_takes_several_frames() -> None:
+    assert LARGE.frames() == ((0, 4), (4, 3))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_ranges_of_all_layers_are_the_page_but_for_its_padding(layout: PageLayout) -> None:
+    owners = [0] * layout.page_bytes
+    for layer in range(layout.num_layers):
+        for offset, length in layout.ranges(layer, 1):
+            for index in range(offset, offset + length):
+                owners[index] += 1
+    assert max(owners) == 1
+    assert owners.count(0) < 2 * 64
+    for (offset, length), (one_offset, one_length) in zip(
+        layout.ranges(0, layout.num_layers), layout.ranges(0, 1), strict=True
+    ):
+        assert (offset, length) == (one_offset, layout.num_layers * one_length)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (128, 8), (129, 9)])
+def test_c9_pages_of_a_prompt(num_tokens: int, num_pages: int) -> None:
+    assert SMOLLM2.num_pages(num_tokens) == num_pages
+
+
+OTHERS = [
+    replace(SMOLLM2, fingerprint="d" * 32),
+    replace(SMOLLM2, format=PageFormat.BF16),
+    replace(SMOLLM2, page_size=32),
+    replace(SMOLLM2, num_layers=29),
+    replace(SMOLLM2, num_kv_heads=1),
+    replace(SMOLLM2, head_dim=32),
+    replace(SMOLLM2, version=2),
+]
+
+
+def test_another_layout_has_another_cache_key() -> None:
+    assert len({layout.cache_key() for layout in [SMOLLM2, *OTHERS]}) == 8
+    assert replace(SMOLLM2).cache_key() == SMOLLM2.cache_key()
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    list(
+        zip(
+            OTHERS,
+            [
+                f"fingerprint {'a' * 32} (P) and {'d' * 32} (D)",
+                "format int8 (P) and bf16 (D)",
+                "page_size 16 (P) and 32 (D)",
+                "num_layers 30 (P) and 29 (D)",
+                "num_kv_heads 3 (P) and 1 (D)",
+                "head_dim 64 (P) and 32 (D)",
+                "version 1 (P) and 2 (D)",
+            ],
+            strict=True,
+        )
+    ),
+)
+def test_b8_a_difference_is_refused_with_both_values(other: PageLayout, difference: str) -> None:
+    with pytest.raises(FailedPreconditionError) as caught:
+        SMOLLM2.check_equal(other, ours="P", theirs="D")
+    assert caught.value.message == f"page layouts differ: {difference}"
+    assert caught.value.reason == "LAYOUT_MISMATCH"
+
+
+def test_equal_layouts_agree_and_all_differences_are_named() -> None:
+    SMOLLM2.check_equal(replace(SMOLLM2), ours="P", theirs="D")
+    with pytest.raises(FailedPreconditionError, match=r"page_size .*; head_dim "):
+        SMOLLM2.check_equal(replace(SMOLLM2, page_size=8, head_dim=8), ours="P", theirs="D")
+
+
+@pytest.mark.parametrize("field", ["page_size", "num_layers", "num_kv_heads", "head_dim"])
+def test_i2_a_layout_of_nothing_is_refused(field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{field} is 0, must be at least 1"):
+        replace(SMOLLM2, **{field: 0})  # type: ignore[arg-type]
+
+
+def test_a_layer_that_no_frame_can_carry_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="page_size is 1024, but one layer of a page is then 4194304 bytes"):
+        replace(LARGE, page_size=1024)
