@@ -14,7 +14,7 @@ SERVER = ServerConfig(port=0, http_port=0)
 
 
 def base(tiny_model: Path, **sections: object) -> Config:
-    return Config(server=SERVER, engine=EngineConfig(model=str(tiny_model)), **sections)  # type: ignore[arg-type]
+    return Config(server=SERVER, engine=EngineConfig(model=str(tiny_model)), **sections)
 
 
 def arguments(*argv: str) -> argparse.Namespace:

@@ -46,7 +46,7 @@ def test_json_has_the_same_order() -> None:
     assert [entry["name"] for entry in spans[:3]] == ["pageferry.request", "queue", "route"]
     assert spans[0]["parent_span_id"] == "" and spans[1]["parent_span_id"] == spans[0]["span_id"]
     chunk = next(entry for entry in spans if entry["name"] == "prefill.chunk")
-    assert chunk["duration_ms"] == 48 and chunk["attributes"]["pageferry.chunk.tokens"] == 37  # type: ignore[index]
+    assert chunk["duration_ms"] == 48 and chunk["attributes"]["pageferry.chunk.tokens"] == 37
 
 
 @pytest.mark.parametrize(

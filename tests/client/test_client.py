@@ -150,14 +150,14 @@ async def test_nobody_listens() -> None:
 async def test_a_value_that_its_field_cannot_hold_is_named(option: dict[str, object]) -> None:
     async with Client() as client:
         with pytest.raises(InvalidArgumentError) as caught:
-            client.generate("a", **option)  # type: ignore[arg-type]
+            client.generate("a", **option)
     assert caught.value.violations[0].field == next(iter(option))
 
 
 async def test_an_unknown_option_is_a_type_error() -> None:
     async with Client() as client:
         with pytest.raises(TypeError, match="'beams'"):
-            client.generate("a", beams=2)  # type: ignore[call-arg]
+            client.generate("a", beams=2)
         with pytest.raises(InvalidArgumentError, match=r"messages\[0\]"):
             client.generate([{"role": "user", "text": "a"}])
 

@@ -1,5 +1,6 @@
 """An InferenceService in this process that plays a fake frontend's script."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,10 @@ class FakeInference(InferenceServiceServicer):
     def __init__(self, frontend: FakeFrontend) -> None:
         self.frontend = frontend
         self.metadata: dict[str, str | bytes] = {}
+        self._asked = asyncio.Event()
+        worker = pb.WorkerStatus(role="decode", address="127.0.0.1:7000", state="down", reason="it does not answer")
+        worker.load.pages_total, worker.load.pages_free, worker.load.generated_tokens = 64, 60, 512
+        self.workers = [worker]
 
     async def Generate(self, request, context):
         self.metadata = dict(context.invocation_metadata())
@@ -35,9 +40,14 @@ class FakeInference(InferenceServiceServicer):
         return self.frontend.list_models()
 
     async def GetStatus(self, request, context):
-        worker = pb.WorkerStatus(role="decode", address="127.0.0.1:7000", state="down", reason="it does not answer")
-        worker.load.pages_total, worker.load.pages_free, worker.load.generated_tokens = 64, 60, 512
-        return pb.GetStatusResponse(queued=3, workers=[worker])
+        self._asked.set()
+        return pb.GetStatusResponse(queued=3, workers=self.workers)
+
+    async def asked_again(self) -> None:
+        """Until the status has been asked for, and answered with what it is now."""
+        for _ in range(2):
+            self._asked.clear()
+            await asyncio.wait_for(self._asked.wait(), 10)
 
     async def GetTrace(self, request, context):
         if request.id == "unknown":

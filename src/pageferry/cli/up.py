@@ -97,7 +97,7 @@ async def started(launch: Launch, report: Report, environment: Mapping[str, str]
 
 async def _up(launch: Launch) -> int:
     try:
-        async with started(launch, _report, os.environ):
+        async with started(launch, report_all, os.environ):
             print(_ready_line(launch), flush=True)
             await asyncio.Event().wait()
     except asyncio.CancelledError:  # a signal
@@ -152,7 +152,7 @@ def _ready_line(launch: Launch) -> str:
     engine = launch.router.engine
     counts = [sum(role.startswith(kind) for role in launch.workers) for kind in ("prefill", "decode")]
     http = f", {launch.http_url}" if launch.http_url else ""
-    workers = f"{counts[0]} prefill and {counts[1]} decode workers"
+    workers = f"{counts[0]} prefill, {counts[1]} decode"
     return f"ready: grpc {launch.address}{http}; {engine.model}, {engine.page_format} pages, {workers}"
 
 
@@ -165,7 +165,8 @@ def report_progress(role: str, line: str) -> None:
         _print(role, str(entry[_PROGRESS]))
 
 
-def _report(role: str, line: str) -> None:
+def report_all(role: str, line: str) -> None:
+    """Print a child's line; of one that is about progress, what it says to people."""
     entry = _entry(line)
     _print(role, str(entry[_PROGRESS]) if entry is not None and _PROGRESS in entry else line)
 
