@@ -262,7 +262,7 @@ class Rig:
         self.stack.push_async_callback(self.fleet.close)
         self.fleet.start()
         if self.wait_ready:
-            await self.until(lambda: self.frontend.ready)
+            await self.until(lambda: all(worker.is_ready for worker in self.fleet.workers))
         return self
 
     async def __aexit__(self, *_: object) -> None:
