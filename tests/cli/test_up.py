@@ -84,7 +84,7 @@ async def test_a_process_that_cannot_start_ends_the_start() -> None:
     async with router() as (address, _):
         launch = FakeLaunch(address, {"router": SERVICE, "decode-0": BROKEN})
         with pytest.raises(
-            UnavailableError, match="decode-0 can't start: engine.kv_memory_mb is 1, must be at least 9"
+            UnavailableError, match=r"decode-0 can't start: engine\.kv_memory_mb is 1, must be at least 9"
         ):
             async with up.started(launch, lambda *_: None, {}):
                 pytest.fail("it was taken for ready")

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status, TracesData
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, Status, TracesData
 
 BAR_WIDTH = 32
 _ROOT = "pageferry.request"
@@ -133,9 +133,9 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes:.3g} GB"
 
 
-def _nodes(resource: object) -> Iterator[Node]:
-    service = _attributes(resource.resource.attributes).get("service.name", "")  # type: ignore[attr-defined]
-    for scope in resource.scope_spans:  # type: ignore[attr-defined]
+def _nodes(resource: ResourceSpans) -> Iterator[Node]:
+    service = _attributes(resource.resource.attributes).get("service.name", "")
+    for scope in resource.scope_spans:
         for span in scope.spans:
             failed = span.status.code == Status.STATUS_CODE_ERROR
             kind = Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower()
