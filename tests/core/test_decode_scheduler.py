@@ -6,10 +6,12 @@ from scheduling import Driver, golden, hold, layout, prompt, sequence
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
+from pageferry.core.page_tables import PageTables
 from pageferry.core.plan import Plan, SampledToken
 from pageferry.core.pool import PagePool, PageState
+from pageferry.core.preemption import margin, running_order
 from pageferry.core.sequence import FinishReason, Sequence, SequenceStatus
-from pageferry.core.sequence_queues import RETRY_S
+from pageferry.core.sequence_queues import RETRY_S, SequenceQueue
 
 
 def decode(num_pages: int = 64, page_size: int = 16, **config: float) -> Driver:
@@ -336,6 +338,83 @@ def test_urgent_work_takes_pages_only_where_they_are_enough() -> None:
     driver.receive(urgent)
     driver.run()
     driver.check_idle()
+
+
+def test_urgent_work_spares_the_better_where_one_victim_is_enough() -> None:
+    driver = decode(num_pages=5, headroom_pages=0)
+    small = sequence(prompt(10, 1), max_tokens=2, priority=3)
+    large = sequence(prompt(60, 2), max_tokens=2, priority=2)
+    receive(driver, small, large)
+    assert reserve(driver, sequence(prompt(50, 3), priority=1))
+    assert (small.num_preemptions, large.num_preemptions) == (0, 1)
+
+
+def test_pages_that_urgent_work_shares_with_its_victim_give_no_room() -> None:
+    driver = decode(num_pages=4, headroom_pages=0)
+    victim, other = sequence(prompt(40, 1), max_tokens=2, priority=2), sequence(prompt(10, 2), max_tokens=2)
+    receive(driver, victim, other)
+    urgent = sequence(prompt(32, 1) + prompt(30, 3), priority=1)
+    assert not reserve(driver, urgent), "two more pages are needed, and the victim's own is one"
+    driver.scheduler.abort(other)
+    assert reserve(driver, urgent)
+    assert (urgent.num_cached, victim.num_preemptions) == (32, 1)
+
+
+def test_urgent_work_leaves_no_margin_while_lower_priorities_go_first() -> None:
+    driver = decode(num_pages=8)
+    best, low = sequence(prompt(32, 1), max_tokens=60), sequence(prompt(16, 2), max_tokens=60, priority=2)
+    receive(driver, best, low)
+    for _ in range(17):
+        driver.step()
+    assert (len(best.pages), len(low.pages), driver.pool.num_available) == (4, 3, 1)
+    urgent = sequence(prompt(10, 3), priority=1)
+    assert reserve(driver, urgent)
+    assert low.num_preemptions == 0
+
+
+def test_the_margin_doubles_with_each_preemption_up_to_what_the_others_may_need() -> None:
+    pool = PagePool(100)
+    tables, running = PageTables(pool, layout(), prefix_cache=False), SequenceQueue()
+    for number, max_tokens in enumerate((1000, 33, 1)):
+        one = sequence(prompt(16, number), max_tokens=max_tokens)
+        tables.take(one, tables.claim(one))
+        running.add(one, running_order(one))
+    later = sequence(prompt(16, 9), arrival=1.0)
+    margins = []
+    for later.num_preemptions in range(5):
+        margins.append([margin(later, running, tables, headroom) for headroom in (0, 1, 2)])
+    assert margins == [[0, 2, 4], [4, 4, 6], [6, 6, 10], [10, 10, 18], [18, 18, 34]]
+
+
+def test_slots_of_those_that_wait_are_not_given_to_reservations() -> None:
+    driver = decode(max_num_seqs=2)
+    driver.add(sequence(prompt(20, 1), max_tokens=2))
+    assert reserve(driver, sequence(prompt(20, 2), max_tokens=2, arrival=1.0))
+    assert not reserve(driver, sequence(prompt(20, 3), max_tokens=2, arrival=2.0))
+
+
+def test_a_prompt_takes_no_pages_before_the_step_s_tokens_reach_it() -> None:
+    driver = decode(local_chunk_tokens=32)
+    first, second = sequence(prompt(100, 1)), sequence(prompt(100, 2), arrival=1.0)
+    driver.add(first, second)
+    for status in [SequenceStatus.WAITING] * 3 + [SequenceStatus.RUNNING]:
+        driver.step()
+        assert second.status is status
+    driver.run()
+    driver.check_idle()
+
+
+def test_nobody_is_preempted_for_a_reservation_during_a_step() -> None:
+    driver = decode(max_num_seqs=1)
+    low, urgent = sequence(prompt(20, 1), max_tokens=5, priority=1), sequence(prompt(20, 2), max_tokens=5)
+    receive(driver, low)
+    plan = driver.scheduler.schedule(0.0)
+    assert plan is not None
+    result = driver.model.run(plan)
+    assert not reserve(driver, urgent)
+    driver.record(driver.scheduler.apply(plan, result, 0.0))
+    assert reserve(driver, urgent)
+    assert low.num_preemptions == 1
 
 
 def test_reservations_wait_behind_the_preempted() -> None:

@@ -95,6 +95,19 @@ def test_a_fully_cached_prompt_that_fills_the_pool_recomputes_its_last_page() ->
     driver.check_idle()
 
 
+def test_the_source_of_a_copy_is_not_evicted_in_the_same_step() -> None:
+    driver = prefill(num_pages=6)
+    driver.add(sequence(prompt(64, 1)))
+    driver.run()
+    again, other = sequence(prompt(64, 1)), sequence(prompt(32, 2))
+    driver.add(again, other)
+    assert shares(driver.step()) == [(again, 63, 1)]
+    assert shares(driver.step()) == [(other, 0, 32)]
+    driver.check_golden(again)
+    driver.check_golden(other)
+    driver.check_idle()
+
+
 def test_without_a_prefix_cache_nothing_is_found_or_stored() -> None:
     driver = prefill(prefix_cache=False)
     for _ in range(2):
@@ -227,6 +240,16 @@ def test_the_batch_window_waits_for_company_only_while_some_could_join() -> None
     assert len(shares(driver.step())) == 1  # the budget is full
     driver.add(*(sequence(prompt(5, 10 + number)) for number in range(3)))
     assert len(shares(driver.step())) == 3  # all slots are
+    driver.check_idle()
+
+
+def test_the_batch_window_delays_no_prompt_under_way() -> None:
+    driver = prefill(batch_window_ms=10, chunk_tokens=32)
+    driver.add(sequence(prompt(64, 1)))
+    assert driver.step() is not None
+    driver.add(sequence(prompt(5, 2)))
+    assert len(shares(driver.step())) == 2
+    driver.run()
     driver.check_idle()
 
 

@@ -139,7 +139,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "driver"):
             self.driver.pool.check_integrity()
             self.live = [one for one in self.live if one not in self.driver.ended]
-            assert all(one.status is not SequenceStatus.FINISHED for one in self.live)
+            for one in self.live:
+                assert one.status is not SequenceStatus.FINISHED
+                assert one.status is not SequenceStatus.WAITING or (one.pages, one.num_computed) == ([], 0)
 
     @invariant()
     def figures_are_not_negative(self) -> None:

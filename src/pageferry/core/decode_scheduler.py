@@ -105,10 +105,8 @@ class DecodeScheduler:
 
     def schedule(self, now: float) -> Plan | None:
         """The next step; None where there is no work or pages are lacking."""
-        num_preempted = len(self._preempted)
         stalled = self._grow()
-        if len(self._preempted) == num_preempted:
-            self._admit()
+        self._admit()
         chunks = [
             Chunk(sequence, sequence.num_computed, 1, samples=True)
             for sequence in self._running

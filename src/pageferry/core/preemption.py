@@ -1,12 +1,12 @@
 """Who makes room for whom on a decode worker."""
 
 from collections.abc import Iterable
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from pageferry.core.page_tables import PageTables
 from pageferry.core.pool import PageId
 from pageferry.core.sequence import Sequence
-from pageferry.core.sequence_queues import Key
+from pageferry.core.sequence_queues import Key, SequenceQueue
 
 
 def running_order(sequence: Sequence) -> Key:
@@ -31,8 +31,6 @@ def choose_victims(
 
     Nobody if all of them are not enough: pages that others hold too, such as a copy in flight, are not given.
     """
-    if num_pages <= 0 and num_slots <= 0:
-        return []
     chosen: list[Sequence] = []
     num_freed = 0
     for candidate, num_freed in tables.freed_by(candidates, kept):
@@ -48,14 +46,16 @@ def choose_victims(
     return chosen
 
 
-def margin(sequence: Sequence, running: Iterable[Sequence], tables: PageTables, headroom_pages: int) -> int:
+def margin(sequence: Sequence, running: SequenceQueue, tables: PageTables, headroom_pages: int) -> int:
     """Pages to leave free when a sequence starts, for the running ones that go before it and would else preempt it.
 
     That is the headroom of those who have none left. It doubles with each preemption of the sequence, which bounds how
-    often that happens; without anyone before it, it is nothing.
+    often that happens. Without anyone before it, or with someone of a lower priority to be preempted first, it is
+    nothing.
     """
-    times = sequence.num_preemptions
-    pages_each = max(1, headroom_pages) << times if times else headroom_pages
+    if any(other.work.priority > sequence.work.priority for other in islice(reversed(running), 1)):
+        return 0
+    pages_each = max(1, headroom_pages) << sequence.num_preemptions if sequence.num_preemptions else headroom_pages
     order = running_order(sequence)
     before = takewhile(lambda other: running_order(other) <= order, running)
     return sum(max(0, min(pages_each, num_growth(other, tables)) - _num_spare(other, tables)) for other in before)
