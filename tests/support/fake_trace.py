@@ -63,9 +63,7 @@ def example() -> TracesData:
         "pageferry-router",
         span((1, 0), "pageferry.request", "server", (0, 120), **request),
         span((2, 1), "queue", "", (0.2, 0.3)),
-        span(
-            (11, 1), "route", "", (0.3, 0.4), pageferry__route__source="pushed", pageferry__route__reason="a b"
-        ),
+        span((11, 1), "route", "", (0.3, 0.4), pageferry__route__source="pushed", pageferry__route__reason="a b"),
         span((3, 1), DECODE, "client", (0.5, 119), rpc__method=DECODE),
         span((4, 1), PREFILL, "client", (1, 55)),
     )
