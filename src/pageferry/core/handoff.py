@@ -96,23 +96,13 @@ class TicketTable:
         ticket.state = self._following(ticket, TicketEvent.FRAME, now)
         self._renew_lease(ticket, now)
 
-    def check_frame(self, ticket: Ticket, page_index: int, first_layer: int, num_layers: int) -> PageId:
-        """The page that a frame belongs into. InvalidArgumentError if it is out of range or has come before."""
-        end = ticket.first_page + ticket.num_expected_pages
-        if not ticket.first_page <= page_index < end:
-            raise invalid("frame.page_index", page_index, f"must be from {ticket.first_page} to {end - 1}")
-        if num_layers < 1 or first_layer < 0 or first_layer + num_layers > self._layout.num_layers:
-            limit = f"must be at least one layer of {self._layout.num_layers}"
-            raise invalid("frame.first_layer, num_layers", (first_layer, num_layers), limit)
-        if ticket.arrived.get(page_index, 0) & _layer_bits(first_layer, num_layers):
-            layers = f"{first_layer} to {first_layer + num_layers - 1}"
-            raise invalid("frame.page_index", page_index, f"but some of its layers {layers} have come before")
-        return ticket.pages[page_index]
-
     def receive(self, ticket: Ticket, page_index: int, first_layer: int, num_layers: int, now: float) -> None:
-        """Record that a frame's bytes lie in their page and matched their checksum."""
+        """Record that a frame's bytes lie in their page and matched their checksum.
+
+        InvalidArgumentError, and nothing changed, if it is out of range or has come before.
+        """
         state = self._following(ticket, TicketEvent.FRAME, now)
-        self.check_frame(ticket, page_index, first_layer, num_layers)
+        self._check_frame(ticket, page_index, first_layer, num_layers)
         ticket.arrived[page_index] = ticket.arrived.get(page_index, 0) | _layer_bits(first_layer, num_layers)
         ticket.state = state
         self._renew_lease(ticket, now)
@@ -151,6 +141,17 @@ class TicketTable:
 
     def next_expiry(self) -> float | None:
         return min((ticket.expires_at for ticket in self._live.values() if ticket.expires_at is not None), default=None)
+
+    def _check_frame(self, ticket: Ticket, page_index: int, first_layer: int, num_layers: int) -> None:
+        end = ticket.first_page + ticket.num_expected_pages
+        if not ticket.first_page <= page_index < end:
+            raise invalid("frame.page_index", page_index, f"must be from {ticket.first_page} to {end - 1}")
+        if num_layers < 1 or first_layer < 0 or first_layer + num_layers > self._layout.num_layers:
+            limit = f"must be at least one layer of {self._layout.num_layers}"
+            raise invalid("frame.first_layer, num_layers", (first_layer, num_layers), limit)
+        if ticket.arrived.get(page_index, 0) & _layer_bits(first_layer, num_layers):
+            layers = f"{first_layer} to {first_layer + num_layers - 1}"
+            raise invalid("frame.page_index", page_index, f"but some of its layers {layers} have come before")
 
     def _following(self, ticket: Ticket, event: TicketEvent, now: float) -> TicketState:
         """The state after a peer's event; one whose time is up is refused even before `expire` has seen it."""
