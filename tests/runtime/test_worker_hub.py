@@ -151,3 +151,24 @@ async def test_an_overflow_is_an_error_that_says_what_to_do(monkeypatch: pytest.
     with pytest.raises(ResourceExhaustedError, match="more than 1 events") as caught:
         await anext(watch)
     assert caught.value.reason == "WATCH_OVERFLOW"
+
+
+async def test_a_watcher_of_a_worker_without_load_waits_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_hub, "HEARTBEAT_S", 0.01)
+    hub = new_hub()
+    watch = hub.Watch(worker_pb2.WatchRequest(), None)
+    await anext(watch)
+    waits = 0
+    wait = worker_hub._wait
+
+    async def counting(ready: asyncio.Event, until: float) -> None:
+        nonlocal waits
+        waits += 1
+        await wait(ready, until)
+        if waits == 5:
+            hub.publish_load(WorkerLoad(running=1))
+
+    monkeypatch.setattr(worker_hub, "_wait", counting)
+    start = asyncio.get_running_loop().time()
+    assert (await anext(watch)).load.running == 1
+    assert asyncio.get_running_loop().time() - start > 0.04, "each wait lasts a heartbeat"

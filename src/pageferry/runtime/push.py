@@ -10,12 +10,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from crc32c import crc32c
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Tracer
 
 from pageferry.core.config import HandoffConfig
-from pageferry.core.errors import AbortedError, PageferryError, UnavailableError
+from pageferry.core.errors import AbortedError, InternalError, PageferryError, UnavailableError
 from pageferry.core.handoff_tables import SenderState
 from pageferry.core.layout import PageSource
 from pageferry.core.plan import SampledToken
@@ -23,11 +22,15 @@ from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.frames import read_frames
+from pageferry.runtime.handoff_spans import describe_pages, describe_timing
+from pageferry.runtime.logs import log
 from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
 STATUS_TIMEOUT_S = 1.0
+MIN_LEASE_S = 0.03  # a peer that names less doesn't get more keep-alives
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class PushClient:
         parts: PushParts,
         on_released: Callable[[Sequence[PageId]], None],
     ) -> None:
-        """`on_released` is called on the event loop, once for each shipped page, when its bytes have been copied."""
+        """`on_released` gets each shipped page once, on the event loop, when its bytes are copied or won't be."""
         self.broken = asyncio.Event()
         self._channel = channel
         self._ticket = ticket
@@ -159,7 +162,7 @@ class PushClient:
     async def _copy(self, page_index: int, page: PageId) -> list[page_pb2.PageFrame]:
         """The page's frames, copied on the transfer thread; the page is released once that is over, in any case."""
         loop = asyncio.get_running_loop()
-        copying = self._parts.executor.submit(_frames, self._parts.source, page_index, page)
+        copying = self._parts.executor.submit(read_frames, self._parts.source, page_index, page)
         copying.add_done_callback(lambda _: call_on_loop(loop, self._on_released, [page]))
         return await asyncio.wrap_future(copying)
 
@@ -194,6 +197,10 @@ class PushClient:
             self._call.cancel()
         except asyncio.CancelledError:
             failure = AbortedError("the push was given up", reason="PUSH_ABORTED")
+        except Exception as error:
+            log("push_failed", level="error", error=error)
+            failure = InternalError(f"internal error: {type(error).__name__}")
+            self._call.cancel()
         if self._sender.state is not SenderState.COMMITTED:
             self._fail(failure)
 
@@ -202,7 +209,7 @@ class PushClient:
         match response.WhichOneof("message"):
             case "opened":
                 self._sender.open()
-                self._lease_s = response.opened.lease_ms / 1000
+                self._lease_s = max(response.opened.lease_ms / 1000, MIN_LEASE_S)
             case "acked":
                 self._sender.acked(response.acked.frames, now)
             case "committed":
@@ -228,32 +235,11 @@ class PushClient:
             self._raise_failure()
 
     def _end_span(self) -> None:
-        self._span.set_attribute("pageferry.handoff.format", self._parts.source.layout.format.value)
-        self._span.set_attribute("pageferry.handoff.stalled_ms", self._stalled_s * 1000)
         if self._sender.state is SenderState.COMMITTED:
             stats = self._sender.stats
-            self._span.set_attribute("pageferry.handoff.pages", stats.pages)
-            self._span.set_attribute("pageferry.handoff.bytes", stats.bytes)
-            self._span.set_attribute("pageferry.handoff.hidden", stats.hidden)
-            self._span.set_attribute("pageferry.handoff.tail_ms", stats.tail_s * 1000)
-            self._span.set_attribute("pageferry.handoff.in_flight_ms", stats.in_flight_s * 1000)
+            describe_pages(self._span, self._parts.source.layout.format, stats.pages, stats.bytes)
+            describe_timing(self._span, stats, self._stalled_s)
             end_span(self._span, grpc.StatusCode.OK)
         else:
             failure = self._failure or AbortedError("the push was given up")
             end_span(self._span, grpc.StatusCode[failure.code], failure.message)
-
-
-def _frames(source: PageSource, page_index: int, page: PageId) -> list[page_pb2.PageFrame]:
-    frames = []
-    for first_layer, num_layers in source.layout.frames():
-        payload = source.read(page, first_layer, num_layers)
-        frames.append(
-            page_pb2.PageFrame(
-                page_index=page_index,
-                first_layer=first_layer,
-                num_layers=num_layers,
-                crc32c=crc32c(payload),
-                payload=payload,
-            )
-        )
-    return frames

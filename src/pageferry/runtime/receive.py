@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import grpc
-from crc32c import crc32c
 from opentelemetry import trace
 
-from pageferry.core.errors import AbortedError, DataLossError, InvalidArgumentError, PageferryError, invalid
+from pageferry.core.errors import AbortedError, InvalidArgumentError, PageferryError, invalid
 from pageferry.core.layout import PageLayout, PageSink
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
 from pageferry.runtime.convert import layout_from_proto, token_from_proto
+from pageferry.runtime.frames import check_payload
+from pageferry.runtime.handoff_spans import describe_pages
 from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
@@ -128,14 +129,15 @@ class _Receipt:
             raise _first(group) from None
         first = [token_from_proto(draw.token) for draw in commit.first_tokens]
         await self._desk.commit(self._grant, commit.covered_tokens, first[0] if first else None)
-        committed = page_pb2.Committed(pages=len({page_index for page_index, _ in self._seen}))
-        await context.write(page_pb2.PushResponse(committed=committed))
+        await context.write(page_pb2.PushResponse(committed=page_pb2.Committed(pages=self._num_pages)))
+
+    @property
+    def _num_pages(self) -> int:
+        return len({page_index for page_index, _ in self._seen})
 
     def describe(self, span: trace.Span) -> None:
         """Put the push's figures onto its span."""
-        span.set_attribute("pageferry.handoff.format", self._sink.layout.format.value)
-        span.set_attribute("pageferry.handoff.pages", len({page_index for page_index, _ in self._seen}))
-        span.set_attribute("pageferry.handoff.bytes", self._num_bytes)
+        describe_pages(span, self._sink.layout.format, self._num_pages, self._num_bytes)
 
     def close(self, error: PageferryError | None) -> None:
         """Close the grant, as soon as no copy runs any more."""
@@ -203,26 +205,11 @@ class _Receipt:
         num_bytes = 0
         for frame in frames:
             payload = frame.payload  # one copy, ours: what is checked is what is written
-            _check_payload(frame, payload, self._sink.layout)
+            check_payload(frame, payload, self._sink.layout)
             page = self._grant.pages[frame.page_index - self._grant.first_page]
             self._sink.write(page, frame.first_layer, frame.num_layers, payload)
             num_bytes += len(payload)
         return num_bytes
-
-
-def _check_payload(frame: page_pb2.PageFrame, payload: bytes, layout: PageLayout) -> None:
-    expected = sum(length for _, length in layout.ranges(frame.first_layer, frame.num_layers))
-    if len(payload) != expected:
-        raise invalid(
-            "frame.payload", f"{len(payload)} bytes", f"must be {expected} bytes for {frame.num_layers} layers"
-        )
-    checksum = crc32c(payload)
-    if checksum != frame.crc32c:
-        raise DataLossError(
-            f"page {frame.page_index}, layers from {frame.first_layer}: crc32c of the bytes received is "
-            f"{checksum:08x}, of those sent {frame.crc32c:08x}",
-            reason="CHECKSUM_MISMATCH",
-        )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

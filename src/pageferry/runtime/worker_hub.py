@@ -18,12 +18,12 @@ class _Watcher:
     """What one watcher has not been sent yet. Of loads only the newest matters; other events are never left out."""
 
     def __init__(self) -> None:
-        self.events: deque[worker_pb2.WatchResponse] = deque()
+        self.events: deque[dict[str, Any]] = deque()  # each one field of WatchResponse
         self.load: inference_pb2.WorkerLoad | None = None
         self.overflown = False
         self.ready = asyncio.Event()
 
-    def put(self, event: worker_pb2.WatchResponse) -> None:
+    def put(self, **event: Any) -> None:
         if len(self.events) >= MAX_QUEUED_EVENTS:
             self.overflown = True
         else:
@@ -69,29 +69,24 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
             self._cached.pop(page_hash, None)
         self._cached.update(dict.fromkeys(stored))
         for event in _cache_events(stored, removed):
-            self._publish(worker_pb2.WatchResponse(cache=event))
+            self._publish(cache=event)
 
     def publish_draining(self) -> None:
         if not self._draining:
             self._draining = True
-            self._publish(worker_pb2.WatchResponse(draining=worker_pb2.Draining()))
+            self._publish(draining=worker_pb2.Draining())
 
     async def Watch(  # noqa: N802 - named by the contract
         self, request: worker_pb2.WatchRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchResponse]:
         watcher = _Watcher()
-        for event in self._first_events():
-            watcher.put(event)
+        self._begin(watcher)
         self._watchers.add(watcher)
         sequence = 0
         try:
             async for event in self._events(watcher):
                 sequence += 1
-                yield worker_pb2.WatchResponse(
-                    incarnation=self._incarnation,
-                    sequence=sequence,
-                    **{str(event.WhichOneof("event")): getattr(event, str(event.WhichOneof("event")))},
-                )
+                yield worker_pb2.WatchResponse(incarnation=self._incarnation, sequence=sequence, **event)
         finally:
             self._watchers.discard(watcher)
 
@@ -101,23 +96,22 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
         grace_s = request.grace_ms / 1000 if request.HasField("grace_ms") else None
         return worker_pb2.DrainResponse(aborted=await self._drain(grace_s))
 
-    def _publish(self, event: worker_pb2.WatchResponse) -> None:
+    def _publish(self, **event: Any) -> None:
         for watcher in self._watchers:
-            watcher.put(event)
+            watcher.put(**event)
 
-    def _first_events(self) -> list[worker_pb2.WatchResponse]:
+    def _begin(self, watcher: _Watcher) -> None:
+        """What a watcher is told first: all there is to know; hashes that don't fit into the snapshot follow it."""
         hashes = list(self._cached)
         snapshot = worker_pb2.Snapshot()
         snapshot.CopyFrom(self._snapshot())
         snapshot.draining = snapshot.draining or self._draining
         snapshot.cached_hashes = b"".join(hashes[:MAX_HASHES_PER_MESSAGE])
-        rest = _cache_events(hashes[MAX_HASHES_PER_MESSAGE:], ())
-        return [
-            worker_pb2.WatchResponse(snapshot=snapshot),
-            *(worker_pb2.WatchResponse(cache=event) for event in rest),
-        ]
+        watcher.put(snapshot=snapshot)
+        for event in _cache_events(hashes[MAX_HASHES_PER_MESSAGE:], ()):
+            watcher.put(cache=event)
 
-    async def _events(self, watcher: _Watcher) -> AsyncIterator[worker_pb2.WatchResponse]:
+    async def _events(self, watcher: _Watcher) -> AsyncIterator[dict[str, Any]]:
         loop = asyncio.get_running_loop()
         load_sent = loop.time()
         while True:
@@ -127,18 +121,18 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
                 raise ResourceExhaustedError(
                     f"watcher has more than {MAX_QUEUED_EVENTS} events to read: watch again", reason="WATCH_OVERFLOW"
                 )
-            since = loop.time() - load_sent
-            load = self._load if since >= HEARTBEAT_S else watcher.load if since >= MIN_LOAD_INTERVAL_S else None
-            if load is not None:
-                watcher.load, load_sent = None, loop.time()
-                yield worker_pb2.WatchResponse(load=load)
+            next_load = load_sent + (MIN_LOAD_INTERVAL_S if watcher.load else HEARTBEAT_S)
+            if loop.time() < next_load:
+                await _wait(watcher.ready, next_load)
                 continue
-            await _wait(watcher.ready, (MIN_LOAD_INTERVAL_S if watcher.load else HEARTBEAT_S) - since)
+            load, watcher.load, load_sent = watcher.load or self._load, None, loop.time()
+            if load is not None:
+                yield {"load": load}
 
 
-async def _wait(ready: asyncio.Event, seconds: float) -> None:
+async def _wait(ready: asyncio.Event, until: float) -> None:
     try:
-        async with asyncio.timeout(max(seconds, 0)):
+        async with asyncio.timeout_at(until):
             await ready.wait()
     except TimeoutError:
         return
