@@ -20,7 +20,7 @@ from pageferry.runtime.process import run_service
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.work_calls import PastSpans, loading
-from pageferry.runtime.worker_process import WorkerParts, in_background, serve_worker
+from pageferry.runtime.worker_process import WorkerParts, advertised_host, in_background, serve_worker
 from pageferry.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
 from pageferry.v1.page_pb2_grpc import add_PageServiceServicer_to_server
 from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE, Snapshot
@@ -46,6 +46,7 @@ class DecodeMain:
 
     async def load(self, parts: WorkerParts) -> EngineThread[Any]:
         config = parts.config
+        kv_endpoint = f"{advertised_host(config.server)}:{parts.port}"
         engine = await in_background(partial(_load, config))
         log("memory", pages=engine.num_pages, bytes=engine.memory_report)
         pool = PagePool(engine.num_pages)
@@ -53,7 +54,7 @@ class DecodeMain:
         tickets = TicketTable(parts.incarnation, config.handoff.lease_ms / 1000, engine.layout)
         step = DecodeStep(scheduler, pool, tickets, engine.runner, engine.layout, parts.clock)
         limits = ModelLimits(engine.model_config.vocab_size, engine.model_config.max_positions)
-        served = Served(limits, engine.layout, parts.address, config.handoff.lease_ms)
+        served = Served(limits, engine.layout, kv_endpoint, config.handoff.lease_ms)
         spans = PastSpans(parts.tracer, parts.clock)
         self._worker = DecodeWorker(step, served, spans, parts.publisher, parts.clock)
         self._worker.start()

@@ -31,6 +31,7 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     host: str = "127.0.0.1"
+    advertised_host: str = ""  # where peers reach this process; empty: host, which must then be one address
     port: int = 0  # 0: one that is free
     http_port: int = 0  # router only; 0: off
     drain_grace_s: float = 30.0

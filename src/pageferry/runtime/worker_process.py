@@ -15,6 +15,7 @@ from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, invalid
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.logs import log
+from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
@@ -35,7 +36,7 @@ class WorkerParts:
 
     config: Config
     incarnation: bytes
-    address: str  # host:port at which peers reach this process
+    port: int  # that it listens on
     tracer: Tracer
     publisher: Publisher
     executor: ThreadPoolExecutor  # the one transfer thread
@@ -95,11 +96,11 @@ async def _serve(
     publisher = Publisher(WorkerHub(incarnation, main.snapshot, drain), Metrics())
     server.add(add_WorkerServiceServicer_to_server, publisher.hub, "pageferry.v1.WorkerService")
     main.register(server)
-    address = f"{advertised_host(config.server)}:{await server.start()}"
+    port = await server.start()
     if config.telemetry.metrics_port:
         publisher.metrics.serve(config.server.host, config.telemetry.metrics_port)
-    log("listening", address=address)
-    parts = WorkerParts(config, incarnation, address, tracer, publisher, executor)
+    log("listening", host=config.server.host, port=port)
+    parts = WorkerParts(config, incarnation, port, tracer, publisher, executor)
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.create_task(main.load(parts))
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +109,7 @@ async def _serve(
         return
     engine = await loading
     await server.set_serving(True)
-    log("ready", address=address)
+    log("ready", host=config.server.host, port=port)
     await asyncio.wait((engine.failed, stopping), return_when=asyncio.FIRST_COMPLETED)
     if engine.failed.done():
         failure = engine.failed.result()
@@ -133,24 +134,17 @@ async def in_background(function: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if result.done():
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)  # type: ignore[arg-type]
+    def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
+        if not result.done():
+            set_outcome(outcome)
 
     def run() -> None:
-        value, failure = None, None
         try:
             value = function()
         except BaseException as error:
-            failure = error
-        try:
-            loop.call_soon_threadsafe(settle, value, failure)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
+            call_on_loop(loop, settle, result.set_exception, error)
+        else:
+            call_on_loop(loop, settle, result.set_result, value)
 
     threading.Thread(target=run, name="loading", daemon=True).start()
     return await result
