@@ -2,7 +2,7 @@
 
 out[t] = softmax(q[t] Kᵀ · scale + mask) V over the positions that token t sees: p ≤ position[t], and with a window W
 p > position[t] - W. Query head h reads KV head h // (H / Hk). Softmax in fp32.
-Shapes: query [T, H, D]; out [T, H, D] fp32; pages as in append_pages, which has stored the batch's own tokens already.
+Shapes: query [T, H, D] fp32; out the same; pages as in append_pages, which has stored the batch's own tokens already.
 
 A batch is a list of segments: sequences that have equally many rows, padded to equally many pages. One decode step's
 sequences make few segments, a prefill chunk is one of its own. Query heads are folded into rows, so that each KV head's
@@ -17,6 +17,9 @@ from torch.nn import functional
 
 from pageferry.kernels.append_pages import LayerPages
 
+# Scores of a bf16 chunk that are held at once: 8 MB, more is computed one KV head after the other.
+_MAX_SCORES = 1 << 22
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -26,6 +29,7 @@ class Segment:
     pages: Tensor  # [S * n]
     num_seqs: int
     mask: Tensor  # [S, R, n * B] fp32: 0 where visible, else -inf
+    masked_from: int  # the first of the n * B columns that is hidden from any row
     unused: tuple[Tensor, Tensor]  # (page of the segment, slot) pairs of all slots that hold no token yet
 
     @property
@@ -33,25 +37,31 @@ class Segment:
         return self.mask.shape[1]
 
 
-def paged_attention(query: Tensor, layer: LayerPages, segments: list[Segment], scale: float) -> Tensor:
-    """The query's dtype is what a prefill chunk is computed in; single rows always take fp32."""
-    out = torch.empty(query.shape, dtype=torch.float32)
+def paged_attention(
+    query: Tensor, layer: LayerPages, segments: list[Segment], scale: float, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The query is fp32; several rows of a sequence are multiplied in `dtype`, single rows always in fp32."""
+    query = query * scale
+    out = torch.empty_like(query)
     for segment in segments:
         whole = len(segment.rows) == len(query)
         rows = query if whole else query.index_select(0, segment.rows)
-        result = (_attend_single if segment.num_rows == 1 else _attend_chunk)(rows, layer, segment, scale)
+        if segment.num_rows == 1:
+            result = _attend_single(rows, layer, segment)
+        else:
+            result = _attend_chunk(rows.to(dtype), layer, segment).float()
         if whole:
             return result
         out.index_copy_(0, segment.rows, result)
     return out
 
 
-def _attend_single(query: Tensor, layer: LayerPages, segment: Segment, scale: float) -> Tensor:
+def _attend_single(query: Tensor, layer: LayerPages, segment: Segment) -> Tensor:
     """One row a sequence: int8 is multiplied as it is, and the scales go onto scores and weights."""
     num_seqs, (num_rows, num_heads, dim) = segment.num_seqs, query.shape
     both, scales = _gather(layer, segment, torch.float32)
     num_kv_heads = both.shape[2]
-    folded = query.float().mul(scale).view(num_seqs, num_kv_heads, num_heads // num_kv_heads, dim)
+    folded = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, dim)
     scores = torch.matmul(folded, both[0].transpose(-1, -2))  # [S, Hk, G, n * B]
     if scales is not None:
         scores.mul_(scales[0].unsqueeze(2))
@@ -61,16 +71,39 @@ def _attend_single(query: Tensor, layer: LayerPages, segment: Segment, scale: fl
     return torch.matmul(weights, both[1]).view(num_rows, num_heads, dim)
 
 
-def _attend_chunk(query: Tensor, layer: LayerPages, segment: Segment, scale: float) -> Tensor:
+def _attend_chunk(query: Tensor, layer: LayerPages, segment: Segment) -> Tensor:
     """Many rows of one sequence: the pages are dequantised once."""
     both, scales = _gather(layer, segment, query.dtype)
     if scales is not None:
         both.mul_(scales.unsqueeze(-1))
-    num_seqs, num_rows = segment.num_seqs, segment.num_rows
-    heads = query.view(num_seqs, num_rows, *query.shape[1:]).transpose(1, 2)  # [S, H, R, D]
-    mask = segment.mask.unsqueeze(1).to(query.dtype)
-    out = functional.scaled_dot_product_attention(heads, both[0], both[1], mask, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2).reshape(query.shape).float()
+    keys, values = both[0, 0], both[1, 0]  # [Hk, n * B, D]
+    heads = query.transpose(0, 1)  # [H, R, D]
+    if query.dtype == torch.bfloat16:
+        out = _attend_bf16(heads, keys, values, segment)
+    else:
+        out = functional.scaled_dot_product_attention(
+            heads[None], keys[None], values[None], segment.mask[None], scale=1.0, enable_gqa=True
+        )[0]
+    return out.transpose(0, 1)
+
+
+def _attend_bf16(heads: Tensor, keys: Tensor, values: Tensor, segment: Segment) -> Tensor:
+    """Three plain products: oneDNN multiplies bf16 at more than twice the speed of torch's fused attention.
+
+    Scores and weights are rounded to bf16 between them, sums are fp32. Over 1,536 tokens of text, SmolLM2's mean KL
+    divergence from fp32 is the same to two digits as with fp32 scores.
+    """
+    (num_heads, num_rows, dim), (num_kv_heads, num_slots, _) = heads.shape, keys.shape
+    folded = heads.reshape(num_kv_heads, -1, dim)  # [Hk, G * R, D]
+    step = max(1, _MAX_SCORES // (folded.shape[1] * num_slots))
+    out = torch.empty_like(folded)
+    hidden = segment.mask[0, :, segment.masked_from :].to(heads.dtype)
+    for head in range(0, num_kv_heads, step):
+        part = slice(head, head + step)
+        scores = torch.bmm(folded[part], keys[part].transpose(1, 2))
+        scores.view(-1, num_rows, num_slots)[:, :, segment.masked_from :].add_(hidden)
+        torch.bmm(torch.softmax(scores, dim=-1), values[part], out=out[part])
+    return out.view(num_heads, num_rows, dim)
 
 
 def _gather(layer: LayerPages, segment: Segment, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

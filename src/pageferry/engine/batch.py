@@ -107,10 +107,13 @@ class BatchBuilder:
         if self.window is not None:
             hidden |= seen <= queries - self.window
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
+        columns = hidden.any(dim=1).any(dim=0).nonzero()
+        masked_from = int(columns[0]) if len(columns) else hidden.shape[2]
         return Segment(
             rows,
             torch.from_numpy(tables.reshape(-1)),
             len(members),
             mask,
+            masked_from,
             (torch.from_numpy(page), torch.from_numpy(slot)),
         )

@@ -30,7 +30,7 @@ class HfTensors:
     def load(self, name: str) -> Tensor:
         file, path = self._files[name]
         try:
-            tensor: Tensor = file.get_tensor(name)  # type: ignore[no-untyped-call]
+            tensor: Tensor = file.get_tensor(name)
         except SafetensorError as error:
             raise _damaged(path, str(error)) from None
         return tensor

@@ -62,6 +62,6 @@ class Model:
         turned = rotary(turned, *tables)
         keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
         append_pages(layer, keys, values, batch.pages, batch.slots)
-        queries = turned[:, :num_heads].to(self._dtype)
-        attended = paged_attention(queries, layer, batch.segments, config.head_dim**-0.5)
+        queries = turned[:, :num_heads]
+        attended = paged_attention(queries, layer, batch.segments, config.head_dim**-0.5, dtype=self._dtype)
         return attended.reshape(len(x), -1).to(self._dtype)

@@ -22,7 +22,7 @@ def sample(logits: Tensor, sequences: Sequences[Sequence]) -> tuple[SampledToken
     """One result for each row of `logits` [S, vocab] fp32, which is changed in place."""
     if not sequences:
         return ()
-    low, high = logits.aminmax(dim=-1)  # a NaN anywhere makes both NaN
+    low, high = logits.amin(dim=-1), logits.amax(dim=-1)  # a NaN anywhere makes both NaN
     is_finite = (torch.isfinite(low) & torch.isfinite(high)).tolist()
     for row, sequence in enumerate(sequences):
         if is_finite[row]:
