@@ -1,66 +1,12 @@
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from ticket_parts import ID, LAYOUT, LEASE_S, issue, new_sequence, new_table, receive_all
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
-from pageferry.core.handoff import MAX_REMEMBERED, Ticket, TicketTable
+from pageferry.core.handoff import MAX_REMEMBERED, TicketTable
 from pageferry.core.handoff_tables import SENDER_TABLE, TICKET_TABLE, SenderState, TicketEvent, TicketState, fire
-from pageferry.core.layout import PageFormat, PageLayout
-from pageferry.core.pool import PageId, PagePool
-from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.core.sequence import Sequence, WorkItem
-
-LAYOUT = PageLayout("f" * 32, PageFormat.FP32, page_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
-LEASE_S = 30.0
-ID = bytes(range(16))
-
-
-def new_table(incarnation: bytes = b"d1") -> TicketTable:
-    return TicketTable(incarnation, LEASE_S, LAYOUT)
-
-
-def new_sequence(num_tokens: int, pages: list[PageId]) -> Sequence:
-    work = WorkItem("request", tuple(range(num_tokens)), SamplingParams(), StopParams(max_tokens=2))
-    return Sequence(work, arrival=0.0, pages=pages)
-
-
-def issue(
-    table: TicketTable,
-    *,
-    num_tokens: int = 10,
-    num_cached_pages: int = 1,
-    deadline: float | None = None,
-    id: bytes = ID,
-) -> Ticket:
-    """A ticket for a prompt's pages that aren't cached; the page table has one page of headroom."""
-    num_pages = LAYOUT.num_pages(num_tokens)
-    sequence = new_sequence(num_tokens, [PageId(10 + index) for index in range(num_pages + 1)])
-    return table.issue(
-        id,
-        sequence,
-        first_page=num_cached_pages,
-        num_pages=num_pages - num_cached_pages,
-        covered_tokens=num_tokens,
-        deadline=deadline,
-    )
-
-
-def receive_all(table: TicketTable, ticket: Ticket, now: float) -> None:
-    for page_index in range(ticket.first_page, ticket.first_page + ticket.num_expected_pages):
-        table.receive(ticket, page_index, 0, LAYOUT.num_layers, now)
-
-
-def late_messages_are_refused(table: TicketTable, ticket: Ticket, state: str) -> None:
-    messages: list[Callable[[], object]] = [
-        lambda: table.open(ticket.id, LAYOUT, now=50.0),
-        lambda: table.receive(ticket, 1, 0, 3, now=50.0),
-        lambda: table.renew(ticket, now=50.0),
-        lambda: table.commit(ticket, 10, now=50.0),
-    ]
-    for message in messages:
-        with pytest.raises(FailedPreconditionError, match=f"is {state}: .* is refused"):
-            message()
+from pageferry.core.pool import PageId
 
 
 def test_a_hand_off_from_ticket_to_use() -> None:
@@ -210,82 +156,6 @@ def test_a_ticket_is_consumed_once() -> None:
         table.consume(ticket)
     with pytest.raises(FailedPreconditionError, match="is already used: open is refused"):
         table.open(ID, LAYOUT, now=1.0)
-
-
-def test_before_open_only_the_deadline_ends_a_ticket() -> None:
-    table = new_table()
-    forever, bounded = issue(table), issue(table, deadline=1000.0, id=bytes(16))
-    assert table.next_expiry() == 1000.0
-    assert table.expire(999.9) == []
-    assert table.expire(1000.0) == [bounded]
-    assert table.next_expiry() is None
-    assert forever.state is TicketState.RESERVED
-
-
-def test_every_message_renews_the_lease_but_not_beyond_the_deadline() -> None:
-    table = new_table()
-    ticket = issue(table, deadline=70.0)
-    table.open(ID, LAYOUT, now=0.0)
-    assert table.next_expiry() == 30.0
-    table.renew(ticket, now=20.0)
-    assert table.next_expiry() == 50.0
-    table.receive(ticket, 1, 0, 3, now=35.0)
-    assert table.next_expiry() == 65.0
-    table.receive(ticket, 2, 0, 3, now=60.0)
-    assert table.next_expiry() == 70.0
-
-
-def test_a_committed_ticket_depends_on_no_peer() -> None:
-    table = new_table()
-    ticket = issue(table)
-    table.open(ID, LAYOUT, now=0.0)
-    receive_all(table, ticket, now=0.0)
-    table.commit(ticket, 10, now=0.0)
-    assert table.next_expiry() is None
-    assert table.expire(1e9) == []
-    table.consume(ticket)
-
-
-def test_b5_a_commit_after_the_lease_is_refused_even_before_expiry_is_noticed() -> None:
-    table = TicketTable(b"d1", 1.0, LAYOUT)
-    pool = PagePool(4)
-    pages = pool.allocate(4, reserved=True)
-    assert pages is not None
-    sequence = new_sequence(10, pages)
-    ticket = table.issue(ID, sequence, first_page=0, num_pages=3, covered_tokens=10, deadline=None)
-    table.open(ID, LAYOUT, now=0.0)
-    receive_all(table, ticket, now=0.5)
-    with pytest.raises(FailedPreconditionError, match="is expired: commit is refused") as caught:
-        table.commit(ticket, 10, now=5.0)
-    assert caught.value.reason == "HANDOFF_EXPIRED"
-    assert [expired.sequence for expired in table.expire(5.0)] == [sequence]
-    pool.release(sequence.pages)
-    assert set(pool.allocate(4) or ()) == set(pages)  # others have them now
-    late_messages_are_refused(table, ticket, "expired")
-    with pytest.raises(AssertionError, match="is expired and has no consume"):
-        table.consume(ticket)
-    pool.check_integrity()
-
-
-def test_b6_a_cancel_in_mid_transfer_ends_the_ticket_and_late_messages_are_refused() -> None:
-    table = new_table()
-    pool = PagePool(4)
-    for attempt in range(20):
-        pages = pool.allocate(4, reserved=True)
-        assert pages is not None
-        ticket_id = attempt.to_bytes(16)
-        ticket = table.issue(
-            ticket_id, new_sequence(10, pages), first_page=0, num_pages=3, covered_tokens=10, deadline=None
-        )
-        table.open(ticket_id, LAYOUT, now=attempt)
-        table.receive(ticket, 0, 0, 3, now=attempt)
-        table.abort(ticket)
-        table.abort(ticket)
-        pool.release(pages)
-        late_messages_are_refused(table, ticket, "aborted")
-        pool.check_integrity()
-        assert (len(table), pool.num_free) == (0, 4)
-    assert table.expire(1e9) == []
 
 
 def test_what_is_over_is_remembered_within_bounds() -> None:
