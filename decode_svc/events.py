@@ -20,14 +20,11 @@ class ChunkDone:
 
 
 @dataclass(frozen=True, slots=True)
-class Completed:
-    """The sequence is complete. Times are seconds of the worker's clock."""
+class Figures:
+    """What a sequence took, up to its end, however it ended. Times are seconds of the worker's clock."""
 
-    sequence: Sequence
-    reason: FinishReason
-    accepted: float
     ready: float  # committed, or accepted where the prompt is computed here
-    first_step: float | None  # when its first step began; None where the hand-off's token was its last
+    first_step: float | None  # when its first step began
     first_own: float | None  # when the first token drawn here was there
     ended: float
     num_steps: int
@@ -36,11 +33,21 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
+class Completed:
+    """The sequence is complete."""
+
+    sequence: Sequence
+    reason: FinishReason
+    figures: Figures
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
-    """The sequence is over, and incomplete."""
+    """The sequence is over, and incomplete; without figures where it could not run yet."""
 
     sequence: Sequence
     error: PageferryError
+    figures: Figures | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from pageferry.core.plan import Ended, Output, Plan, Runner, SampledToken
 from pageferry.core.pool import PagePool
 from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.desk import DeskActions, TicketDesk
-from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, HandoffEnded
+from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, Figures, HandoffEnded
 from pageferry.runtime.reports import Reporter
 from pageferry.v1.inference_pb2 import WorkerLoad
 
@@ -23,7 +23,6 @@ RESERVE_RETRY_MS = 50
 class _Job:
     """What is known of a live request beside its sequence."""
 
-    accepted: float
     ready: float | None  # committed, or accepted where the prompt is computed here
     first_step: float | None = None
     first_own: float | None = None
@@ -51,7 +50,7 @@ class DecodeStep:
         self._reporter = Reporter(pool, self._fill_load)
         self._step_s = Smoothed()
         self._rate = Smoothed()
-        self._num_refused = self._num_preemptions = self._num_generated = self._num_prefilled = 0
+        self._num_preemptions = self._num_generated = self._num_prefilled = 0
 
     def reserve(self, sequence: Sequence, ticket_id: bytes) -> None:
         """Hold pages for a prompt that comes from a prefill worker, and issue the ticket to fill them.
@@ -61,28 +60,32 @@ class DecodeStep:
         now = self._check_deadline(sequence)
         self._reporter.mark_changed()
         if not self._scheduler.reserve(sequence, now):
-            self._num_refused += 1
             raise ResourceExhaustedError(
                 f"no room for the {len(sequence.token_ids)} tokens of the prompt now",
                 reason="NO_PAGES",
                 retry_after_ms=RESERVE_RETRY_MS,
             )
-        self._jobs[sequence] = _Job(now, None)
+        self._jobs[sequence] = _Job(None)
         self.desk.issue(ticket_id, sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a prompt that is computed here."""
         now = self._check_deadline(sequence)
         self._scheduler.add(sequence, now)
-        self._jobs[sequence] = _Job(now, now)
+        self._jobs[sequence] = _Job(now)
         self._reporter.mark_changed()
 
-    def abort(self, sequence: Sequence, error: PageferryError) -> None:
-        """Forget a sequence in any state, without an event; idempotent. `error` is what a push under way is told."""
+    def abort(self, sequence: Sequence, error: PageferryError) -> Figures | None:
+        """Forget a sequence in any state, without an event; idempotent. `error` is what a push under way is told.
+
+        Returns what it took, where it was live and could run.
+        """
+        figures = self._figures(sequence, self._clock())
         self._jobs.pop(sequence, None)
         self.desk.drop(sequence, error)
         self._scheduler.abort(sequence)
         self._reporter.mark_changed()
+        return figures
 
     def load(self) -> WorkerLoad:
         return self._reporter.load()
@@ -142,26 +145,27 @@ class DecodeStep:
         if ended.reason is None:
             self._fail(sequence, _error(ended))
             return
-        job = self._jobs.pop(sequence)
-        assert job.ready is not None
-        self._emit(
-            Completed(
-                sequence,
-                ended.reason,
-                accepted=job.accepted,
-                ready=job.ready,
-                first_step=job.first_step,
-                first_own=job.first_own,
-                ended=now,
-                num_steps=sequence.num_steps,
-                num_preemptions=sequence.num_preemptions,
-                num_cached=sequence.num_cached,
-            )
-        )
+        figures = self._figures(sequence, now)
+        assert figures is not None, "a sequence ran before it was ready"
+        del self._jobs[sequence]
+        self._emit(Completed(sequence, ended.reason, figures))
 
     def _fail(self, sequence: Sequence, error: PageferryError) -> None:
-        self.abort(sequence, error)
-        self._emit(Failed(sequence, error))
+        self._emit(Failed(sequence, error, self.abort(sequence, error)))
+
+    def _figures(self, sequence: Sequence, now: float) -> Figures | None:
+        job = self._jobs.get(sequence)
+        if job is None or job.ready is None:
+            return None
+        return Figures(
+            ready=job.ready,
+            first_step=job.first_step,
+            first_own=job.first_own,
+            ended=now,
+            num_steps=sequence.num_steps,
+            num_preemptions=sequence.num_preemptions,
+            num_cached=sequence.num_cached,
+        )
 
     def _emit(self, event: Event) -> None:
         self._pending.append(event)

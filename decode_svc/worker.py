@@ -16,11 +16,13 @@ from pageferry.core.layout import PageLayout
 from pageferry.core.limits import ModelLimits
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import Sequence
-from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, HandoffEnded
+from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, Figures, HandoffEnded
 from pageferry.decode_svc.receiving import EngineDesk
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.runtime.convert import finish_to_proto, layout_to_proto, token_to_proto, work_from_proto
 from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.logs import log
+from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import LiveIds, PastSpans, counted, deadline_of
 from pageferry.v1 import decode_pb2 as pb
@@ -128,7 +130,6 @@ class DecodeWorker:
                 tokens = [token_to_proto(item.position, item.token, want_logprobs) for item in emitted]
                 await context.write(pb.DecodeResponse(tokens=pb.Tokens(tokens=tokens)))
             if isinstance(end, Completed):
-                self._record_end(call, end)
                 await context.write(pb.DecodeResponse(completed=_completed(end, is_pushed=call.is_pushed)))
                 return end
             if end is not None:
@@ -137,10 +138,16 @@ class DecodeWorker:
     def _release(self, call: _Call) -> None:
         """The one place where a call ends, however it ends: the engine forgets it and frees all that it held."""
         del self._calls[call.sequence]
-        gone = CancelledError("the request that the pages are for is over", reason="REQUEST_OVER")
-        with suppress(UnavailableError):  # after the thread's end there is nothing to free
-            self.engine.post(lambda: self._step.abort(call.sequence, gone))
         self._count_tokens(call)
+        gone = CancelledError("the request that the pages are for is over", reason="REQUEST_OVER")
+        loop = asyncio.get_running_loop()
+
+        def abort() -> None:
+            call_on_loop(loop, self._record_end, call, self._step.abort(call.sequence, gone))
+
+        if call.end is None:
+            with suppress(UnavailableError):  # after the thread's end there is nothing to free
+                self.engine.post(abort)
 
     def _count_tokens(self, call: _Call) -> None:
         if call.num_emitted == 0:
@@ -175,8 +182,14 @@ class DecodeWorker:
                 return
             case Completed():
                 call.end = event
+                self._record_end(call, event.figures)
             case Failed():
                 call.end = event.error
+                self._record_end(call, event.figures)
+                request_id, error = call.sequence.work.request_id, event.error
+                log(
+                    "request_failed", level="warning", request_id=request_id, reason=error.reason, message=error.message
+                )
         call.changed.set()
 
     def _fail_all(self, failure: BaseException) -> None:
@@ -185,29 +198,37 @@ class DecodeWorker:
             call.end = error
             call.changed.set()
 
-    def _record_end(self, call: _Call, end: Completed) -> None:
-        first_step = end.ended if end.first_step is None else end.first_step
+    def _record_end(self, call: _Call, figures: Figures | None) -> None:
+        if figures is None:
+            return
+        first_step = figures.ended if figures.first_step is None else figures.first_step
         attributes = {
-            "pageferry.steps": end.num_steps,
-            "pageferry.preemptions": end.num_preemptions,
-            "pageferry.first_step_ms": _own_token_ms(end),
+            "pageferry.steps": figures.num_steps,
+            "pageferry.preemptions": figures.num_preemptions,
+            "pageferry.first_step_ms": _first_own_ms(figures),
         }
-        self._spans.record("decode.queue", call.parent, end.ready, first_step, {})
-        self._spans.record("decode.generate", call.parent, first_step, end.ended, attributes)
+        self._spans.record("decode.queue", call.parent, figures.ready, first_step, {})
+        self._spans.record("decode.generate", call.parent, first_step, figures.ended, attributes)
 
 
-def _own_token_ms(end: Completed) -> float:
+def _log_failure(call: _Call, error: PageferryError) -> None:
+    request_id = call.sequence.work.request_id
+    log("request_failed", level="warning", request_id=request_id, reason=error.reason, message=error.message)
+
+
+def _first_own_ms(figures: Figures) -> float:
     """From when it could run to the first token drawn here."""
-    return 0.0 if end.first_own is None else (end.first_own - end.ready) * 1000
+    return 0.0 if figures.first_own is None else (figures.first_own - figures.ready) * 1000
 
 
 def _completed(end: Completed, *, is_pushed: bool) -> pb.Completed:
+    figures = end.figures
     return pb.Completed(
         reason=finish_to_proto(end.reason),
-        queue_ms=0.0 if end.first_step is None else (end.first_step - end.ready) * 1000,
-        prefill_ms=0.0 if is_pushed else _own_token_ms(end),
-        steps=end.num_steps,
-        preemptions=end.num_preemptions,
-        cached_tokens=end.num_cached,
-        first_step_ms=_own_token_ms(end) if is_pushed else 0.0,
+        queue_ms=0.0 if figures.first_step is None else (figures.first_step - figures.ready) * 1000,
+        prefill_ms=0.0 if is_pushed else _first_own_ms(figures),
+        steps=figures.num_steps,
+        preemptions=figures.num_preemptions,
+        cached_tokens=figures.num_cached,
+        first_step_ms=_first_own_ms(figures) if is_pushed else 0.0,
     )

@@ -20,6 +20,7 @@ from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
 from pageferry.prefill_svc.step import ChunkDone, Drawn, Event, Failed, PrefillStep
 from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_to_proto, work_from_proto
 from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.logs import log
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import LiveIds, PastSpans, counted, deadline_of
@@ -190,6 +191,10 @@ class PrefillWorker:
     def _take_outcome(self, call: _Call, outcome: HandoffStats | PageferryError) -> None:
         if isinstance(outcome, PageferryError):
             self._publisher.metrics.count_broken_handoff()
+            request_id = call.sequence.work.request_id
+            log(
+                "handoff_broken", level="warning", request_id=request_id, reason=outcome.reason, message=outcome.message
+            )
         call.outcomes.put_nowait(outcome)
 
     def _check_target(self, target: HandoffTarget, work: WorkItem) -> None:

@@ -105,9 +105,11 @@ def test_a_handed_over_prompt_gives_the_golden_tokens_from_position_0(num_prompt
     events = bench.run()
     assert tokens_of(events, sequence) == list(enumerate(golden(range(num_prompt), 6)))
     (done,) = (event for event in events if isinstance(event, Completed))
-    assert (done.reason, done.num_steps, done.num_preemptions) == (FinishReason.LENGTH, 6 - with_first, 0)
-    assert done.first_step == done.ready
-    assert done.first_own == pytest.approx(done.ready + 0.1)
+    figures = done.figures
+    assert (done.reason, figures.num_steps, figures.num_preemptions) == (FinishReason.LENGTH, 6 - with_first, 0)
+    assert figures.first_step == figures.ready
+    assert figures.first_own == pytest.approx(figures.ready + 0.1)
+    assert figures.ended == pytest.approx(figures.ready + 0.1 * figures.num_steps)
     assert bench.is_idle()
 
 
@@ -141,7 +143,7 @@ def test_a_first_token_may_end_it_without_a_step() -> None:
     (emitted, done) = (event for event in bench.run() if isinstance(event, Emitted | Completed))
     assert isinstance(emitted, Emitted)
     assert isinstance(done, Completed)
-    assert (done.reason, done.first_step, done.first_own) == (FinishReason.LENGTH, None, None)
+    assert (done.reason, done.figures.first_step, done.figures.first_own) == (FinishReason.LENGTH, None, None)
     assert bench.runner.plans == []
     assert bench.is_idle()
 
@@ -171,8 +173,9 @@ def test_a_cancel_in_any_state_frees_everything_within_a_step(state: str) -> Non
         if state == "running":
             bench.desk.close(1, None)
             bench.run(2)
-    bench.step.abort(sequence, GONE)
-    bench.step.abort(sequence, GONE)
+    figures = bench.step.abort(sequence, GONE)
+    assert (figures is not None) == (state in ("committed", "running"))
+    assert bench.step.abort(sequence, GONE) is None
     events = bench.run(1)
     assert not [event for event in events if isinstance(event, Failed | Completed)]
     ended = [(event.push_id, event.error) for event in events if isinstance(event, HandoffEnded)]
@@ -309,9 +312,9 @@ def test_a_preempted_request_goes_on_without_a_repeated_token() -> None:
     events = bench.run(40)
     for sequence in sequences:
         assert tokens_of(events, sequence) == list(enumerate(golden(sequence.work.prompt_ids, 12)))
-    done = {event.sequence: event for event in events if isinstance(event, Completed)}
+    done = {event.sequence: event.figures for event in events if isinstance(event, Completed)}
     assert done[sequences[1]].num_preemptions > 0
-    assert bench.step.load().preemptions == sum(event.num_preemptions for event in done.values())
+    assert bench.step.load().preemptions == sum(figures.num_preemptions for figures in done.values())
     assert bench.is_idle()
 
 

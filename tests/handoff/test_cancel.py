@@ -134,6 +134,11 @@ async def test_an_endless_generation_stops_within_a_step_of_its_cancel() -> None
         await asyncio.sleep(0.01)
         assert len(bench.d.runner.plans) == num_steps < 200
 
+        async def is_recorded() -> bool:
+            return "decode.generate" in [span.name for span in bench.exporter.get_finished_spans()]
+
+        await until(is_recorded)
+
 
 async def test_a_deadline_that_passes_in_the_queue_is_one_and_costs_no_work() -> None:
     settings = Settings(scheduler=SchedulerConfig(chunk_tokens=8, max_num_seqs=1))
