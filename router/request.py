@@ -10,9 +10,10 @@ from opentelemetry.trace import Tracer, get_current_span, use_span
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
 from pageferry.router.admission import Admitted
-from pageferry.router.attempt import Attempt, PrefillFailedError, RefusedError, Tokens
+from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Ask, Dispatcher, Grant
+from pageferry.router.failures import PrefillFailedError, RefusedError
 from pageferry.router.policy import Demand
 from pageferry.router.queue import Waiting
 from pageferry.router.timings import Timeline

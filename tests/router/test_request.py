@@ -443,6 +443,8 @@ async def test_spans_of_a_request_are_one_tree(rig: Make) -> None:
         assert sorted(span.name for span in spans if span is not root) == sorted(
             ["queue", "route"] + 2 * ["pageferry.v1.PrefillService/Prefill"] + 2 * ["pageferry.v1.DecodeService/Decode"]
         )
+        codes = {span.attributes["rpc.response.status_code"] for span in spans if span.kind is not SpanKind.INTERNAL}
+        assert codes == {"OK"}
         attributes = root.attributes
         assert attributes["pageferry.request_id"] == "traced"
         assert attributes["gen_ai.usage.output_tokens"] == 5
