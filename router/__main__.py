@@ -11,11 +11,11 @@ from pageferry.core.config import Config
 from pageferry.core.errors import invalid
 from pageferry.core.model_files import load_config_of, resolve_model
 from pageferry.router.defaults import sampling_defaults
+from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.http import build_app, serve_http
 from pageferry.router.service import InferenceServicer
 from pageferry.router.tokenizer import load_tokenizer
-from pageferry.router.workers import Fleet
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics

@@ -20,7 +20,6 @@ from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRe
 from pageferry.v1.types_pb2 import SamplingParams as SamplingMessage, StopConditions
 
 MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARACTERS = 1024
 MAX_REQUEST_ID_CHARACTERS = 128
 # Texts above this are tokenised on another thread, so that the event loop's streams don't wait.
 _OFF_LOOP_BYTES = 8192
@@ -216,10 +215,8 @@ def _too_long(num_prompt: int, max_tokens: int | None, limit: str, reason: str) 
 def _check_stop_strings(stop_strings: Sequence[str]) -> None:
     if len(stop_strings) > MAX_STOP_STRINGS:
         raise invalid("stop_strings", f"{len(stop_strings)} strings", f"must be at most {MAX_STOP_STRINGS}")
-    for index, stop in enumerate(stop_strings):
-        if not 1 <= len(stop) <= MAX_STOP_STRING_CHARACTERS:
-            limit = f"must be 1 to {MAX_STOP_STRING_CHARACTERS} characters"
-            raise invalid(f"stop_strings[{index}]", f"{len(stop)} characters", limit)
+    if "" in stop_strings:
+        raise invalid(f"stop_strings[{list(stop_strings).index('')}]", "", "must not be empty")
 
 
 def _check_counts(stop: StopConditions) -> None:

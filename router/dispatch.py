@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 from pageferry.core.errors import DeadlineExceededError, PageferryError, UnavailableError
 from pageferry.core.prefix import page_hashes
+from pageferry.router.fleet import Fleet
 from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, choose
 from pageferry.router.queue import RequestQueue, Waiting
 from pageferry.router.view import Dispatched
-from pageferry.router.workers import Fleet, Role, Worker
+from pageferry.router.workers import Role, Worker
 
 RETRY_AFTER_MS = 1000  # once no worker is there
 

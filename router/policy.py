@@ -186,7 +186,8 @@ def _why_local(decode: DecodeState, fastest: PrefillState | None, demand: Demand
     if uncached <= settings.local_prefill_tokens:
         return f"{uncached} uncached tokens are at most {settings.local_prefill_tokens}"
     local_s = decode.ttft_s(demand)
-    if local_s is not None and local_s * LOCAL_ADVANTAGE < fastest.ttft_s(demand):
+    # A prefill worker that has measured nothing yet must be given work to measure.
+    if local_s is not None and fastest.tokens_per_s > 0 and local_s * LOCAL_ADVANTAGE < fastest.ttft_s(demand):
         return "predicted to be faster"
     return ""
 

@@ -14,10 +14,11 @@ from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Ask, Dispatcher, Grant
 from pageferry.router.failures import PrefillFailedError, RefusedError
+from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Demand
 from pageferry.router.queue import Waiting
 from pageferry.router.timings import Timeline
-from pageferry.router.workers import Fleet, Role
+from pageferry.router.workers import Role
 from pageferry.runtime.convert import sampling_to_proto, stop_to_proto
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics

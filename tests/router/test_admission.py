@@ -1,6 +1,7 @@
 """What is refused before any work is done, with the field, the value and the limit."""
 
 import asyncio
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +9,13 @@ import pytest
 from fake_workers import Rig, Script
 
 from pageferry.core.config import Config, EngineConfig, RouterConfig
-from pageferry.core.errors import InvalidArgumentError, NotFoundError, PageferryError, ResourceExhaustedError
+from pageferry.core.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    NotFoundError,
+    PageferryError,
+    ResourceExhaustedError,
+)
 from pageferry.core.model_files import resolve_model
 from pageferry.router.admission import Admission, Limits
 from pageferry.router.tokenizer import Tokenizer, load_tokenizer
@@ -72,7 +79,7 @@ def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
         (ask(model="gpt"), NotFoundError, "model 'gpt' is not served, but 'tiny' is"),
         (ask(request_id="x" * 129), InvalidArgumentError, "request_id is '129 characters', must have at most 128"),
         (ask(max_tokens=0), InvalidArgumentError, "max_tokens is 0, must be at least 1"),
-        (ask(stop_strings=[""]), InvalidArgumentError, r"stop_strings\[0\] is '0 characters', must be 1 to 1024"),
+        (ask(stop_strings=["a", ""]), InvalidArgumentError, r"stop_strings\[1\] is '', must not be empty"),
         (ask(stop_strings=["x"] * 17), InvalidArgumentError, "stop_strings is '17 strings', must be at most 16"),
         (ask(stop=types.StopConditions(stop_token_ids=[320])), InvalidArgumentError, "stop_token_ids is 320"),
         (ask(stop=types.StopConditions(max_tokens=3, min_tokens=4)), InvalidArgumentError, "min_tokens is 4, .* 3"),
@@ -213,6 +220,18 @@ async def test_chats_are_rendered_and_system_prompts_evened_out(admission: Make,
     assert tuple(tokenized) == admitted.prompt_ids
     as_sent = await admission(normalise_system=False).admit(chat(*ONE_SYSTEM))
     assert " Be brief.\r\n<|im_end|>" in tokenizer.decode(as_sent.prompt_ids, skip_special=False)
+
+
+async def test_a_model_without_a_chat_template_takes_prompts_only(tiny_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    (model / "chat_template.jinja").write_text("{% for %}", encoding="utf-8")
+    plain = load_tokenizer(resolve_model(str(model)))
+    admission = Admission(
+        "tiny", plain, vocab_size=320, config=RouterConfig(), limits=lambda: CONTEXT_ONLY, defaults={}
+    )
+    with pytest.raises(FailedPreconditionError, match="put a chat template into"):
+        await admission.admit(chat(("user", "Hi")))
+    assert (await admission.admit(pb.GenerateRequest(prompt="Hi"))).prompt_ids == tuple(plain.encode("Hi"))
 
 
 async def test_limits_come_from_the_workers(tiny_model: Path) -> None:

@@ -74,6 +74,11 @@ def test_little_is_not_enough_to_compute_prompts_beside_streams() -> None:
     assert route.attributes["pageferry.route.alternative_ttft_ms"] == pytest.approx(400 / 1500 * 1000)
 
 
+def test_a_prefill_worker_of_unknown_speed_is_given_work() -> None:
+    route = choose(PROMPT, [replace(P, tokens_per_s=0)], [replace(D, tokens_per_s=5000)], SETTINGS)
+    assert route is not None and route.source is Source.PUSHED
+
+
 def test_one_token_goes_to_a_prefill_worker_alone() -> None:
     one = replace(PROMPT, one_token=True)
     route = choose(one, [P], [], SETTINGS)

@@ -19,9 +19,9 @@ from pageferry.core.config import Config, RouterConfig, ServerConfig
 from pageferry.core.errors import PageferryError, UnavailableError
 from pageferry.core.layout import PageFormat, PageLayout
 from pageferry.core.model_files import load_config_of, resolve_model
+from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.tokenizer import load_tokenizer
-from pageferry.router.workers import Fleet
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.metrics import Metrics
