@@ -94,13 +94,18 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             else:  # of something that the handler waited for: the call itself goes on, and must get an end
                 log("handler_failed", level="error", error=cancelled, method=method)
                 error = InternalError("internal error: CancelledError")
+        except grpc.aio.InternalError:  # what it read or wrote did not go through, as a rule since the call is over
+            error = InternalError("internal error: the stream broke")
         except grpc.aio.BaseError:  # the handler has ended the call itself
             raise
         except Exception as raised:
             # Its text may hold anything, so that it goes to the log only.
             log("handler_failed", level="error", error=raised, method=method)
             error = InternalError(f"internal error: {type(raised).__name__}")
-        return await abort(servicer_context, error)
+        try:
+            return await abort(servicer_context, error)
+        except grpc.aio.InternalError:
+            raise asyncio.CancelledError from None  # the caller has left, and this task is about to be told
 
     @contextmanager
     def _working(self, method: str) -> Iterator[None]:

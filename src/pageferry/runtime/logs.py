@@ -35,12 +35,18 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not that a status could not be sent: gRPC logs that as an error wherever a client leaves at that moment."""
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
+
+
 def configure_logging(service: str, level: str) -> None:
     """Send all logs of the process to stderr as JSON; libraries' only from warning upwards."""
     if level not in _LEVELS:
         raise invalid("telemetry.log_level", level, f"must be one of {', '.join(_LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter(service))
+    handler.addFilter(_is_news)
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
