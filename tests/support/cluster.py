@@ -128,7 +128,8 @@ def running(*arguments: str, settings: Mapping[str, str] | None = None, ready_s:
     finally:
         status = cluster.stop()
     assert status == 0, cluster.output[-4000:]
-    assert "Traceback" not in cluster.output, cluster.output[-8000:]
+    clue = cluster.output.partition("Traceback")
+    assert not clue[1], f"{clue[0][-1500:]}Traceback{clue[2][:4000]}"
 
 
 @contextlib.asynccontextmanager
