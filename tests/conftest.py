@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is first imported: the machine's cores are shared
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # before grpc is
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -23,7 +23,6 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else the library tells of every connection's end on stderr
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
