@@ -27,6 +27,7 @@ class Figures:
     first_step: float | None  # when its first step began
     first_own: float | None  # when the first token drawn here was there
     ended: float
+    forward_s: float  # in the model's forward pass, over all of its steps
     num_steps: int
     num_preemptions: int
     num_cached: int

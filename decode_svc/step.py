@@ -26,6 +26,7 @@ class _Job:
     ready: float | None  # committed, or accepted where the prompt is computed here
     first_step: float | None = None
     first_own: float | None = None
+    forward_s: float = 0.0
 
 
 class DecodeStep:
@@ -116,6 +117,7 @@ class DecodeStep:
         for chunk in plan.chunks:
             job = self._jobs[chunk.sequence]
             job.first_step = started if job.first_step is None else job.first_step
+            job.forward_s += result.forward_s
             if chunk.num_tokens > 1 or not chunk.samples:
                 num_prefill += chunk.num_tokens
                 self._emit(ChunkDone(chunk.sequence, chunk.start, chunk.num_tokens, started, ended))
@@ -162,6 +164,7 @@ class DecodeStep:
             first_step=job.first_step,
             first_own=job.first_own,
             ended=now,
+            forward_s=job.forward_s,
             num_steps=sequence.num_steps,
             num_preemptions=sequence.num_preemptions,
             num_cached=sequence.num_cached,

@@ -204,6 +204,7 @@ class DecodeWorker:
         first_step = figures.ended if figures.first_step is None else figures.first_step
         attributes = {
             "pageferry.steps": figures.num_steps,
+            "pageferry.forward_ms": figures.forward_s * 1000,
             "pageferry.preemptions": figures.num_preemptions,
             "pageferry.first_step_ms": _first_own_ms(figures),
         }
