@@ -29,8 +29,9 @@ class TorchRunner:
                 self.pages.copy(source, target)
             if not plan.chunks:
                 return StepResult(())
+            batch = self.builder.build(plan.chunks)
             start = time.perf_counter()
-            logits = self.model.forward(self.builder.build(plan.chunks), self.pages)
+            logits = self.model.forward(batch, self.pages)
             forward_s = time.perf_counter() - start
             samples = sample(logits, [chunk.sequence for chunk in plan.chunks if chunk.samples])
             return StepResult(samples, forward_s)
