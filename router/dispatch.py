@@ -18,13 +18,17 @@ RETRY_AFTER_MS = 1000  # once no worker is there
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """Leave to send a request to the route's workers; counted against them until `release`."""
+    """Leave to send a request to the route's workers; counted against them until `release`.
+
+    The choice took from `began` to `ended`; the request had waited since its `Ask.enqueued`. Times are the
+    dispatcher's clock's.
+    """
 
     route: Route
     prefill: Worker | None
     decode: Worker | None
-    waited_s: float
-    decided_s: float  # what choosing took
+    began: float
+    ended: float
     prefill_work: Dispatched | None = None
     decode_work: Dispatched | None = None
 
@@ -122,8 +126,7 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Send off the first of the queue for as long as workers can take it."""
-        now = self._clock()
-        for late in self._queue.expire(now):
+        for late in self._queue.expire(self._clock()):
             _fail(late, self._late(late))
         while (waiting := self._queue.first()) is not None:
             hopeless = self._why_hopeless(waiting.item)
@@ -131,7 +134,7 @@ class Dispatcher:
                 self._queue.remove(waiting)
                 _fail(waiting, hopeless)
                 continue
-            grant = self._grant(waiting.item, now)
+            grant = self._grant(waiting.item)
             if grant is None:
                 return
             self._queue.remove(waiting)
@@ -163,7 +166,7 @@ class Dispatcher:
     def _prefills(self, ask: Ask) -> list[Worker]:
         return [worker for worker in self._fleet.ready(Role.PREFILL) if worker.address not in ask.excluded]
 
-    def _grant(self, ask: Ask, now: float) -> Grant | None:
+    def _grant(self, ask: Ask) -> Grant | None:
         prefills = self._prefills(ask)
         decodes = [worker for worker in self._fleet.ready(Role.DECODE) if not worker.view.refusing]
         began = self._clock()
@@ -180,8 +183,8 @@ class Dispatcher:
             route,
             by_address[route.prefill] if route.prefill else None,
             by_address[route.decode] if route.decode else None,
-            waited_s=now - ask.enqueued,
-            decided_s=self._clock() - began,
+            began=began,
+            ended=self._clock(),
         )
         num_tokens = ask.demand.num_tokens
         if grant.prefill is not None:

@@ -1,12 +1,13 @@
 """The life of one admitted request: queue, workers, retries, text; one stream of events with exactly one end."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer, get_current_span, use_span
+from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
 from pageferry.router.admission import Admitted
@@ -54,6 +55,7 @@ class Generation:
         self._timeline = timeline
         self._span = get_current_span(context)
         self._context = context
+        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
         self._output_ids: list[int] = []
         self._num_tries = 0
         self._retries_left = serving.prefill_retries
@@ -137,20 +139,24 @@ class Generation:
             self._serving.dispatcher.put_back(waiting)
 
     async def _granted(self, waiting: Waiting[Ask]) -> Grant:
-        """Wait in the queue; both the wait and the choice become spans."""
-        began_ns = time.time_ns()
+        """Wait in the queue; the wait and the choice become spans."""
+        enqueued = waiting.item.enqueued
+        grant: Grant | None = None
         try:
             grant = await self._serving.dispatcher.wait(waiting)
         except UnavailableError as error:
             raise self._with_cause(error) from error
         finally:
-            ended_ns = time.time_ns()
-            record_span(self._serving.tracer, "queue", self._context, began_ns, ended_ns, {})
-        self._timeline.queue_s += grant.waited_s
+            self._record("queue", enqueued, grant.began if grant is not None else time.monotonic(), {})
+        self._timeline.queue_s += grant.ended - enqueued
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
-        decided_ns = ended_ns - round(grant.decided_s * 1e9)
-        record_span(self._serving.tracer, "route", self._context, decided_ns, ended_ns, attributes)
+        self._record("route", grant.began, grant.ended, attributes)
         return grant
+
+    def _record(self, name: str, began: float, ended: float, attributes: Mapping[str, AttributeValue]) -> None:
+        """A span from one time of the monotonic clock to another."""
+        began_ns, ended_ns = (round(moment * 1e9) + self._wall_offset_ns for moment in (began, ended))
+        record_span(self._serving.tracer, name, self._context, began_ns, ended_ns, attributes)
 
     def _attempt(self, grant: Grant, deadline: float | None) -> Attempt:
         self._num_tries += 1

@@ -189,6 +189,14 @@ async def test_the_decode_worker_computes_the_prompt_where_no_other_can(rig: Mak
         await router.check_idle()
 
 
+async def test_one_token_comes_from_the_decode_worker_where_prefill_fails(rig: Make) -> None:
+    async with rig() as router:
+        router.prefill.failure = UnavailableError("gone")
+        answer = await router.generate(ask(max_tokens=1))
+        assert (answer.token_ids, answer.reason) == (TOKENS[:1], "length")
+        assert router.decode.sources == [LOCAL]
+
+
 async def test_a_broken_push_keeps_the_token_that_was_sent(rig: Make) -> None:
     async with rig() as router:
         router.prefill.push_failure = DataLossError("checksum of page 3 differs")
@@ -452,7 +460,8 @@ async def test_spans_of_a_request_are_one_tree(rig: Make) -> None:
                  ("tokenize", "queue", "reserve", "prefill_queue", "prefill", "delivery")]  # fmt: skip
         assert min(parts) >= 0
         assert sum(parts) == pytest.approx(attributes["gen_ai.server.time_to_first_token"] * 1000)
-        route = next(span for span in spans if span.name == "route")
+        queue, route = (next(span for span in spans if span.name == name) for name in ("queue", "route"))
+        assert root.start_time <= queue.start_time <= queue.end_time == route.start_time <= route.end_time
         assert route.attributes["pageferry.route.source"] == "pushed"
         assert route.attributes["pageferry.route.alternative"] == "local"
 

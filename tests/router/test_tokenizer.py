@@ -3,14 +3,16 @@
 import json
 import shutil
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import given, strategies as st
 from tiny_model import EOS_ID
 from tokenizers import Tokenizer as Encoder, pre_tokenizers
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
-from pageferry.core.model_files import resolve_model
+from pageferry.core.model_files import map_gguf, resolve_model
 from pageferry.router.chat_template import ChatTemplate
 from pageferry.router.gguf_tokenizer import GgufVocabulary
 from pageferry.router.tokenizer import Tokenizer, load_tokenizer
@@ -61,6 +63,22 @@ def test_equal_beginnings_share_only_equal_ids(smollm2: Tokenizer) -> None:
 @pytest.mark.parametrize("text", SAMPLES)
 def test_text_comes_back(smollm2: Tokenizer, text: str) -> None:
     assert smollm2.decode(smollm2.encode(text)) == text
+
+
+@given(st.lists(st.integers(0, 300) | st.integers(0, 49151), max_size=30), st.booleans())
+def test_packaged_model_decodes_as_the_library_does(token_ids: list[int], skip_special: bool) -> None:
+    ours, library = packaged()
+    assert ours.decode(token_ids, skip_special=skip_special) == library.decode(
+        token_ids, skip_special_tokens=skip_special
+    )
+
+
+@cache
+def packaged() -> tuple[Tokenizer, Encoder]:
+    files = resolve_model("smollm2")
+    buffer, file = map_gguf(files.path)
+    buffer.close()
+    return load_tokenizer(files), GgufVocabulary(file.metadata).build()
 
 
 def test_packaged_chat_template(smollm2: Tokenizer) -> None:
