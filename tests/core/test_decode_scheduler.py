@@ -268,7 +268,7 @@ def test_preempted_twice_the_output_is_the_same_and_stays_output() -> None:
         urgent = sequence(prompt(100, number), max_tokens=2, priority=-1)
         driver.add(urgent)
         driver.step()
-        assert victim.status is SequenceStatus.WAITING
+        assert (victim.status, victim.num_computed) == (SequenceStatus.WAITING, 0)
         assert victim.output_ids == driver.outputs[victim]
         while victim.status is not SequenceStatus.RUNNING:
             driver.step()
@@ -426,6 +426,18 @@ def test_reservations_wait_behind_the_preempted() -> None:
     assert driver.pool.num_available >= 2
     assert not reserve(driver, sequence(prompt(5, 3), max_tokens=2, arrival=3.0))
     assert reserve(driver, sequence(prompt(5, 4), max_tokens=2, arrival=4.0, priority=-1))
+
+
+def test_reservations_wait_behind_the_preempted_even_before_the_next_step() -> None:
+    driver = decode(num_pages=6, headroom_pages=0)
+    victim = sequence(prompt(45, 1), max_tokens=2, priority=1)
+    receive(driver, victim)
+    urgent = sequence(prompt(60, 2), max_tokens=2, arrival=1.0)
+    assert reserve(driver, urgent)
+    driver.scheduler.abort(urgent)
+    assert not reserve(driver, sequence(prompt(5, 3), max_tokens=2, arrival=2.0, priority=1))
+    driver.run()
+    driver.check_golden(victim)
 
 
 def test_reservations_wait_behind_local_work_that_found_no_room() -> None:
