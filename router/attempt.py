@@ -58,6 +58,7 @@ class Attempt:
         self._awaited: set[Role] = set()  # calls that should still end by themselves, once `finish` is set
         self._patience_s: float | None = None  # for the next message
         self._began = time.monotonic()
+        self._brings_first_token = timeline.first_token is None  # else its prefill is no part of the time to it
         self._reserved = False
         self._first_token_seen = False
         self._shipped = False
@@ -140,7 +141,8 @@ class Attempt:
             self._grant.decode_work.accepted = True
         if self._source is Source.LOCAL:
             return  # it computes already: the wait for this message is no part of the time to first token
-        self._timeline.reserve_s = time.monotonic() - self._began
+        if self._brings_first_token:
+            self._timeline.reserve_s = time.monotonic() - self._began
         self._timeline.pages.format = reserved.layout.format
         self._timeline.pages.cached = reserved.cached_pages
         self._call_prefill(
@@ -160,9 +162,7 @@ class Attempt:
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> Tokens:
         self._first_token_seen = True
-        self._timeline.prefill_queue_ms = first.queue_ms
-        self._timeline.prefill_ms = first.prefill_ms
-        self._timeline.cached_tokens = first.cached_tokens
+        self._note_prefill(first.queue_ms, first.prefill_ms, first.cached_tokens)
         if first.finish_reason:
             self._finish(first.finish_reason, Role.PREFILL)
         elif self._source is Source.PREFILL_ONLY:
@@ -180,13 +180,17 @@ class Attempt:
     def _on_completed(self, completed: decode_pb2.Completed) -> None:
         timeline = self._timeline
         if self._source is Source.LOCAL:
-            timeline.prefill_queue_ms = completed.queue_ms
-            timeline.prefill_ms = max(0.0, completed.prefill_ms - completed.queue_ms)
-            timeline.cached_tokens = completed.cached_tokens
+            prefill_ms = max(0.0, completed.prefill_ms - completed.queue_ms)
+            self._note_prefill(completed.queue_ms, prefill_ms, completed.cached_tokens)
         else:
             timeline.decode_queue_ms = completed.queue_ms
             timeline.first_step_ms = completed.first_step_ms
         self._finish(completed.reason, Role.PREFILL, Role.DECODE)
+
+    def _note_prefill(self, queue_ms: float, prefill_ms: float, cached_tokens: int) -> None:
+        self._timeline.cached_tokens = cached_tokens
+        if self._brings_first_token:
+            self._timeline.prefill_queue_ms, self._timeline.prefill_ms = queue_ms, prefill_ms
 
     def _finish(self, reason: types.FinishReason, *awaited: Role) -> None:
         self.finish = reason

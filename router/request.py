@@ -148,7 +148,8 @@ class Generation:
             raise self._with_cause(error) from error
         finally:
             self._record("queue", enqueued, grant.began if grant is not None else time.monotonic(), {})
-        self._timeline.queue_s += grant.ended - enqueued
+        if self._timeline.first_token is None:
+            self._timeline.queue_s += grant.ended - enqueued
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
         self._record("route", grant.began, grant.ended, attributes)
         return grant

@@ -204,6 +204,7 @@ async def test_a_broken_push_keeps_the_token_that_was_sent(rig: Make) -> None:
         assert answer.token_ids == TOKENS[:4]
         assert [list(work.output_ids) for work in router.decode.works] == [[], TOKENS[:1]]
         assert router.decode.sources == [PUSHED, LOCAL]
+        assert answer.finished.timings.prefill_queue_ms == 0.25  # of the try that brought the first token
 
 
 async def test_a_retry_with_one_token_left_needs_no_decode_worker(rig: Make) -> None:
