@@ -17,13 +17,18 @@ def prefill_order(sequence: Sequence, num_remaining: int, ageing_tokens_per_s: f
     return (sequence.work.priority, num_remaining + ageing_tokens_per_s * sequence.arrival)
 
 
-def prompt_chunk(sequence: Sequence, budget: int, page_size: int, *, is_first: bool) -> Chunk | None:
+def prompt_chunk(
+    sequence: Sequence, budget: int, page_size: int, *, is_first: bool, final_tokens: int = 0
+) -> Chunk | None:
     """The sequence's next chunk of at most `budget` tokens.
 
     It ends with a page or with the tokens, so that whole pages can be shipped. Where the budget doesn't reach the end
-    of a page, a chunk that is first in its plan ends anywhere, and another is left for a later step.
+    of a page, a chunk that is first in its plan ends anywhere, and another is left for a later step. With
+    `final_tokens`, a chunk more than twice as long doesn't end the prompt: so many are left for one more chunk.
     """
     start, end = sequence.num_computed, min(len(sequence.token_ids), sequence.num_computed + budget)
+    if end == len(sequence.token_ids) and end - start > 2 * final_tokens > 0:
+        end -= final_tokens
     if end < len(sequence.token_ids):
         aligned = end - end % page_size
         if aligned <= start and not is_first:

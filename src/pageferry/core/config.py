@@ -80,7 +80,8 @@ class SchedulerConfig:
     max_num_seqs: int = 32  # sequences at once
     max_waiting: int = 256  # sequences that wait; one more is refused
     chunk_tokens: int = 256  # most prompt tokens of one step on a prefill worker
-    local_chunk_tokens: int = 128  # the same on a decode worker
+    final_chunk_tokens: int = 64  # left for a long prompt's last chunk, so that few pages are shipped after it; 0: off
+    local_chunk_tokens: int = 128  # most of one step on a decode worker
     batch_window_ms: float = 0.0  # how long a prefill step waits for company
     headroom_pages: int = 1  # pages beyond the prompt that a reservation takes
     ageing_tokens_per_s: float = 1000.0  # how fast a waiting prompt gains on shorter ones
@@ -92,6 +93,7 @@ class SchedulerConfig:
             max_num_seqs=(1, 4096),
             max_waiting=(0, math.inf),
             chunk_tokens=(1, math.inf),
+            final_chunk_tokens=(0, math.inf),
             local_chunk_tokens=(1, math.inf),
             batch_window_ms=(0, 60_000),
             headroom_pages=(0, math.inf),

@@ -72,7 +72,13 @@ class PrefillScheduler:
                 sequence = running.popleft()
             else:
                 break
-            chunk = prompt_chunk(sequence, budget, self._tables.page_size, is_first=not chunks)
+            chunk = prompt_chunk(
+                sequence,
+                budget,
+                self._tables.page_size,
+                is_first=not chunks,
+                final_tokens=self._config.final_chunk_tokens,
+            )
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
