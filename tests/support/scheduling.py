@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
+from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.layout import PageFormat, PageLayout
 from pageferry.core.plan import Ended, Output, Plan, SampledToken, SampleFailure, StepResult
@@ -206,3 +207,36 @@ def hold(pool: PagePool, pages: Iterable[PageId]) -> list[PageId]:
     held = list(pages)
     pool.acquire(held)
     return held
+
+
+def prefill(num_pages: int = 64, page_size: int = 16, **config: float) -> Driver:
+    pool = PagePool(num_pages)
+    scheduler = PrefillScheduler(SchedulerConfig(**config), pool, layout(page_size))  # type: ignore[arg-type]
+    return Driver(scheduler, pool, page_size)
+
+
+def decode(num_pages: int = 64, page_size: int = 16, **config: float) -> Driver:
+    pool = PagePool(num_pages)
+    scheduler = DecodeScheduler(SchedulerConfig(**config), pool, layout(page_size))  # type: ignore[arg-type]
+    return Driver(scheduler, pool, page_size)
+
+
+def reserve(driver: Driver, one: Sequence) -> bool:
+    assert isinstance(driver.scheduler, DecodeScheduler)
+    return driver.scheduler.reserve(one, driver.now)
+
+
+def receive(driver: Driver, *sequences: Sequence) -> None:
+    for one in sequences:
+        assert reserve(driver, one)
+    for one in sequences:
+        driver.receive(one)
+
+
+def stepped(plan: Plan | None) -> list[Sequence]:
+    return [] if plan is None else [chunk.sequence for chunk in plan.chunks]
+
+
+def shares(plan: Plan | None) -> list[tuple[Sequence, int, int]]:
+    assert plan is not None
+    return [(chunk.sequence, chunk.start, chunk.num_tokens) for chunk in plan.chunks]
