@@ -112,7 +112,7 @@ def main() -> int:
             try:
                 outcomes = asyncio.run(soak(cluster, options.seed, options.seconds))
             except AssertionError as error:
-                print(f"soak: FAILED: {error}\n{cluster.output[-6000:]}")
+                print(f"soak: FAILED: {error}\n{cluster.output[-20000:]}")
                 return 1
     print("soak: all pages free or cached at the end; " + ", ".join(f"{how} {n}" for how, n in outcomes.most_common()))
     return 0

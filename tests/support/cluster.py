@@ -125,6 +125,9 @@ def running(*arguments: str, settings: Mapping[str, str] | None = None, ready_s:
     try:
         cluster.wait_ready(ready_s)
         yield cluster
+    except BaseException as error:
+        error.add_note(f"what the processes said last:\n{cluster.output[-6000:]}")
+        raise
     finally:
         status = cluster.stop()
     assert status == 0, cluster.output[-4000:]
