@@ -25,7 +25,7 @@ _MAX_SCORES = 1 << 22
 class Segment:
     """S sequences of R rows and n pages each; a shorter one is padded with pages of its own, which `mask` hides."""
 
-    rows: Tensor  # [S * R] of the batch, sequence after sequence
+    rows: Tensor  # [S * R] of the batch, ascending: sequence after sequence
     pages: Tensor  # [S * n]
     num_seqs: int
     mask: Tensor  # [S, R, n * B] fp32: 0 where visible, else -inf

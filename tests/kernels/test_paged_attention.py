@@ -63,6 +63,7 @@ def case(page_format: PageFormat, shapes: list[tuple[int, int]]) -> Case:
 SHAPES = {
     "one token": [(0, 1)],
     "decode of unlike lengths": [(0, 1), (62, 1), (256, 1), (15, 1), (16, 1), (3, 1)],
+    "decode of like lengths": [(20, 1), (40, 1), (17, 1), (30, 1)],
     "chunk from the start": [(0, 63)],
     "chunk on top of pages": [(100, 57)],
     "chunks and decode together": [(31, 1), (40, 17), (0, 2), (128, 1), (5, 1)],

@@ -65,6 +65,7 @@ class BatchBuilder:
         ]
         singles = [i for i, chunk in enumerate(chunks) if chunk.num_tokens == 1]
         for group in self._grouped(singles, [self._num_pages(chunk) for chunk in chunks]):
+            group.sort()  # a segment's rows are in the batch's order
             rows = torch.from_numpy(starts[group])
             segments.append(self._segment([(chunks[i], tables[i]) for i in group], rows))
         return segments

@@ -78,11 +78,8 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
         for name in found
         if name.startswith(("model.layers.", "blk.")) and name not in expected and "rotary_emb" not in name
     ]
-    for what, names in (
-        ("lacks tensors", missing),
-        ("has tensors of wrong shape", wrong),
-        ("has unknown tensors", unknown),
-    ):
+    problems = {"lacks tensors": missing, "has tensors of wrong shape": wrong, "has unknown tensors": unknown}
+    for what, names in problems.items():
         if names:
             more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
             listed = ", ".join(names[:_MAX_LISTED]) + more

@@ -1,0 +1,68 @@
+"""Loading: what an engine says of itself, what it refuses, and what tells two models apart."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from engines import load
+from tiny_model import TinyShape, write_tiny_model
+
+from pageferry.core.config import EngineConfig, SchedulerConfig
+from pageferry.core.errors import InvalidArgumentError, NotFoundError
+from pageferry.core.layout import PageFormat
+from pageferry.engine.load import compute_dtype, load_engine
+
+
+def test_an_engine_describes_itself(tiny_model: Path) -> None:
+    lines: list[str] = []
+    config = EngineConfig(model=str(tiny_model), page_size=8, num_pages=40, threads=1, compute_dtype="fp32")
+    engine = load_engine(config, SchedulerConfig(), progress=lines.append)
+    layout = engine.layout
+    assert (layout.format, layout.page_size, layout.num_layers) == (PageFormat.INT8, 8, 4)
+    assert (layout.num_kv_heads, layout.head_dim, len(layout.fingerprint)) == (2, 16, 32)
+    assert (engine.num_pages, engine.pages.num_bytes) == (40, engine.memory_report["pages"])
+    assert engine.model_config.name == tiny_model.name
+    assert torch.get_num_threads() == 1
+    assert len(lines) == 2
+    assert "computes in float32, 40 int8 pages of 8 tokens, memory weights" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (EngineConfig(model="/no/such/model"), NotFoundError, "no directory, no file"),
+        (EngineConfig(max_model_tokens=9000), InvalidArgumentError, "max_model_tokens is 9000, .* 8192"),
+    ],
+)
+def test_what_cannot_be_loaded(config: EngineConfig, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        load_engine(config, SchedulerConfig(), progress=lambda _: None)
+
+
+def test_the_fingerprint_tells_models_apart(tiny_model: Path, tmp_path: Path) -> None:
+    same = shutil.copytree(tiny_model, tmp_path / "another-name")
+    weights = write_tiny_model(tmp_path / "weights", seed=1)
+    shape = write_tiny_model(tmp_path / "shape", TinyShape(num_key_value_heads=4))
+    rope = shutil.copytree(tiny_model, tmp_path / "rope")
+    document = json.loads((rope / "config.json").read_text()) | {"rope_theta": 20000.0}
+    (rope / "config.json").write_text(json.dumps(document))
+    own = load(tiny_model).layout.fingerprint
+    assert load(same).layout.fingerprint == own
+    assert load(tiny_model, "int8", compute_dtype="bf16", num_pages=32).layout.fingerprint == own
+    assert len({own, *(load(other).layout.fingerprint for other in (weights, shape, rope))}) == 4
+    config = EngineConfig(model=str(tiny_model), page_size=32, num_pages=32, threads=1)
+    assert load_engine(config, SchedulerConfig(), progress=lambda _: None).layout.fingerprint != own
+
+
+def test_compute_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compute_dtype("fp32") is torch.float32
+    assert compute_dtype("bf16") is torch.bfloat16
+    for capabilities, expected in (
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+    ):
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda found=capabilities: found)
+        assert compute_dtype("auto") is expected

@@ -1,0 +1,202 @@
+"""Steps of the runner: mixed batches, failures that stay alone, equal pages in every run, warm-up."""
+
+import hashlib
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GREEDY, Generation, load, runner_of, sequence
+
+from pageferry.core.config import EngineConfig, SchedulerConfig
+from pageferry.core.plan import Chunk, Plan, SampledToken, SampleFailure, StepResult
+from pageferry.core.pool import PageId
+from pageferry.core.sampling import SamplingParams
+from pageferry.core.sequence import Sequence
+from pageferry.engine.batch import Batch, BatchBuilder
+from pageferry.engine.load import Engine, load_engine
+from pageferry.engine.model import Model
+from pageferry.engine.pages import PageTensors
+from pageferry.engine.runner import TorchRunner
+
+LENGTHS = (5, 16, 17, 40, 3)
+
+
+def four_pages(row: int, sampling: SamplingParams = GREEDY) -> Sequence:
+    """A prompt of its own length and ids, on pages of its own."""
+    ids = [4 + (row * 31 + index * 7) % 300 for index in range(LENGTHS[row])]
+    return sequence(ids, 4 * row, 4, sampling=sampling)
+
+
+def generate(
+    engine: Engine, rows: list[int], num_steps: int = 12, sampling: SamplingParams = GREEDY
+) -> list[list[int]]:
+    generation = Generation(engine, [four_pages(row, sampling) for row in rows])
+    generation.prefill()
+    generation.decode(num_steps)
+    return [target.output_ids for target in generation.sequences]
+
+
+@pytest.mark.parametrize("page_format", ["fp32", "int8"])
+def test_batch_mates_change_nothing(tiny_model: Path, page_format: str) -> None:
+    engine = load(tiny_model, page_format)
+    alone = [generate(engine, [row])[0] for row in range(5)]
+    assert generate(engine, [0, 1, 2, 3, 4]) == alone
+    assert generate(engine, [3, 1, 4]) == [alone[3], alone[1], alone[4]]
+    seeded = SamplingParams(seed=42)
+    assert generate(engine, [2, 0, 3], sampling=seeded)[0] == generate(engine, [2], sampling=seeded)[0]
+
+
+def test_prefill_and_decode_share_a_batch(tiny_model: Path) -> None:
+    """Chunks and single tokens together, in any order, sample what they do apart, in the plan's order."""
+    engine = load(tiny_model)
+    expected = generate(engine, [0, 3], num_steps=1)
+    decoding, prompt = four_pages(0), four_pages(3)
+    first = engine.runner.run(Plan((Chunk(decoding, 0, 5, samples=True),), fresh=tuple(decoding.pages)))
+    decoding.append(_token(first.samples[0]))
+    start = Plan((Chunk(prompt, 0, 30, samples=False),), fresh=tuple(prompt.pages))
+    assert engine.runner.run(start).samples == ()
+    both = engine.runner.run(Plan((Chunk(prompt, 30, 10, samples=True), Chunk(decoding, 5, 1, samples=True))))
+    assert [_token(sample) for sample in both.samples] == [expected[1][0], expected[0][1]]
+    assert both.forward_s > 0
+
+
+def test_a_copied_page_continues_like_its_source(tiny_model: Path) -> None:
+    engine = load(tiny_model)
+    expected = generate(engine, [2], num_steps=3)[0]
+    target = four_pages(2)
+    engine.runner.run(Plan((Chunk(target, 0, 17, samples=True),), fresh=tuple(target.pages)))
+    target.append(expected[0])
+    source, new = target.pages[1], PageId(60)
+    target.pages[1] = new
+    result = engine.runner.run(Plan((Chunk(target, 17, 1, samples=True),), copies=((source, new),)))
+    assert _token(result.samples[0]) == expected[1]
+
+
+@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
+def test_a_sequence_whose_pages_went_bad_fails_alone(tiny_model: Path, page_format: str) -> None:
+    engine = load(tiny_model, page_format)
+    good = generate(engine, [0, 1, 2, 3], num_steps=5)
+    generation = Generation(engine, [four_pages(row) for row in range(4)])
+    generation.prefill()
+    generation.decode(2)
+    views = engine.pages.layers[1]
+    (views.payload if views.scales is None else views.scales)[generation.sequences[1].pages[0]] = float("nan")
+    generation.decode(1)
+    assert isinstance(generation.results[-1][1], SampleFailure)
+    del generation.sequences[1]
+    generation.decode(2)
+    assert [target.output_ids for target in generation.sequences] == [good[row] for row in (0, 2, 3)]
+
+
+@dataclass
+class FailingModel:
+    """Gives one row of logits that are not numbers at a given step."""
+
+    model: Model
+    bad_step: int
+    bad_row: int
+    step: int = 0
+
+    def forward(self, batch: Batch, pages: PageTensors) -> torch.Tensor:
+        logits = self.model.forward(batch, pages)
+        self.step += 1
+        if self.step == self.bad_step:
+            logits[self.bad_row] = float("nan")
+        return logits
+
+
+def test_bad_logits_at_one_step_fail_one_of_four(tiny_model: Path) -> None:
+    engine = load(tiny_model)
+    good = generate(engine, [0, 1, 2, 3], num_steps=4)
+    whole = runner_of(engine)
+    generation = Generation(engine, [four_pages(row) for row in range(4)])
+    generation.prefill()
+    failing = FailingModel(whole.model, 5, 2)
+    runner = TorchRunner(failing, whole.pages, whole.builder)  # type: ignore[arg-type]
+    result = StepResult(())
+    for _ in range(5):
+        chunks = tuple(Chunk(s, len(s.token_ids) - 1, 1, samples=True) for s in generation.sequences)
+        result = runner.run(Plan(chunks))
+        for target, sample in zip(generation.sequences, result.samples, strict=True):
+            target.append(sample.token_id if isinstance(sample, SampledToken) else 0)
+    assert [isinstance(sample, SampleFailure) for sample in result.samples] == [False, False, True, False]
+    assert [target.output_ids[:5] for target in generation.sequences] == good
+
+
+def digest(model: str, page_format: str, compute_dtype: str = "fp32") -> str:
+    """Of the pages after a prompt of 200 tokens in chunks of 48, and ten more tokens."""
+    engine = load(model, page_format, compute_dtype=compute_dtype)
+    generation = Generation(engine, [sequence([(7 * index) % 300 for index in range(200)], 3, 14)])
+    generation.prefill(chunk_tokens=48)
+    generation.decode(10)
+    pages = [engine.pages.read(page, 0, engine.layout.num_layers) for page in generation.sequences[0].pages]
+    return hashlib.sha256(b"".join(pages)).hexdigest()
+
+
+@pytest.mark.parametrize(("page_format", "compute_dtype"), [("fp32", "fp32"), ("int8", "fp32"), ("int8", "bf16")])
+def test_pages_are_equal_in_every_run(tiny_model: Path, page_format: str, compute_dtype: str) -> None:
+    assert len({digest(str(tiny_model), page_format, compute_dtype) for _ in range(2)}) == 1
+
+
+def test_pages_are_equal_in_every_process(tiny_model: Path) -> None:
+    paths = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2] / "src")]
+    program = (
+        f"import sys, runpy; sys.path[:0] = {paths!r}; module = runpy.run_path({__file__!r}); "
+        f"print(module['digest']({str(tiny_model)!r}, 'int8'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == digest(str(tiny_model), "int8")
+
+
+def test_blank_slots_stay_blank(tiny_model: Path) -> None:
+    """What a page holds beyond its tokens is zero with scale 1, also where the pool was dirty."""
+    engine = load(tiny_model, "int8")
+    engine.pages.layers[0].payload.untyped_storage().fill_(0xFF)
+    generate(engine, [0], num_steps=0)
+    for layer in engine.pages.layers:
+        assert layer.scales is not None
+        assert not layer.payload[0, :, :, 5:].any()
+        assert (layer.scales[0, :, :, 5:] == 1).all()
+        assert layer.payload[0, :, :, :5].any()
+
+
+def test_an_empty_plan_does_nothing(tiny_model: Path) -> None:
+    assert load(tiny_model).runner.run(Plan(())).samples == ()
+
+
+@pytest.mark.parametrize("num_pages", [2, 64])
+def test_warm_up_fits_every_pool(tiny_model: Path, num_pages: int) -> None:
+    config = EngineConfig(model=str(tiny_model), num_pages=num_pages, threads=1, max_model_tokens=20)
+    engine = load_engine(config, SchedulerConfig(max_num_seqs=4), progress=lambda _: None)
+    engine.warm_up()
+    assert engine.model_config.max_positions == 20
+
+
+def test_grouping_pads_little_and_covers_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pageferry.engine.batch.MAX_GATHERED", 64 * 16 * 8)
+    lengths = [1, 1000, 17, 900, 16, 500, 31, 480]
+    sequences = [sequence([0] * length, 0, -(-length // 16)) for length in lengths]
+    chunks = tuple(Chunk(target, len(target.token_ids) - 1, 1, samples=True) for target in sequences)
+    segments = BatchBuilder(16, None, 8).build(chunks).segments
+    assert sorted(row for segment in segments for row in segment.rows.tolist()) == list(range(8))
+    for segment in segments:
+        members = [-(-lengths[row] // 16) for row in segment.rows.tolist()]
+        width = len(segment.pages) // segment.num_seqs
+        assert width == max(members) <= 2 * min(members)
+        assert segment.num_seqs == 1 or width * segment.num_seqs <= 64
+
+
+def test_a_window_reads_only_the_pages_within_it() -> None:
+    target = sequence([0] * 1000, 100, 63)
+    (segment,) = BatchBuilder(16, 20, 8).build((Chunk(target, 999, 1, samples=True),)).segments
+    assert segment.pages.tolist() == [161, 162]
+    visible = (segment.mask[0, 0] == 0).nonzero().flatten() + 61 * 16
+    assert visible.tolist() == list(range(980, 1000))
+
+
+def _token(sample: SampledToken | SampleFailure) -> int:
+    assert isinstance(sample, SampledToken)
+    return sample.token_id

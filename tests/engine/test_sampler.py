@@ -1,0 +1,201 @@
+"""Properties of the draw: what can be drawn, how often, what it depends on, and what is reported with it."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from pageferry.core.plan import SampledToken, SampleFailure
+from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sequence import Sequence, WorkItem
+from pageferry.engine.draw import uniform
+from pageferry.engine.sampler import sample
+
+VOCAB = 300
+NAN, INF = float("nan"), float("inf")
+
+
+def sequence(
+    *, prompt: Iterable[int] = (1,), output: Iterable[int] = (), stop: StopParams | None = None, **params: Any
+) -> Sequence:
+    choice = params.pop("choice", 0)
+    settings, limits = SamplingParams(**({"seed": 7} | params)), stop or StopParams(max_tokens=1000)
+    return Sequence(WorkItem("x", tuple(prompt), settings, limits, tuple(output), choice), 0.0)
+
+
+def rows(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(logits: torch.Tensor, target: Sequence) -> SampledToken:
+    (result,) = sample(logits[None].clone(), [target])
+    assert isinstance(result, SampledToken)
+    return result
+
+
+def support(logits: torch.Tensor, **params: Any) -> set[int]:
+    """Every token that 2,000 seeds draw."""
+    repeated = logits.repeat(2000, 1)
+    results = sample(repeated, [sequence(seed=seed, **params) for seed in range(2000)])
+    return {result.token_id for result in results if isinstance(result, SampledToken)}
+
+
+LADDER = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05]).log()
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    logits = rows(8)
+    results = sample(logits.clone(), [sequence(temperature=0)] * 8)
+    assert results == tuple(SampledToken(int(row.argmax())) for row in logits)
+
+
+def test_no_rows_no_results() -> None:
+    assert sample(torch.empty(0, VOCAB), []) == ()
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 1}, {0}),
+        ({"top_k": 3}, {0, 1, 2}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.01}, {0}),
+        ({"top_p": 0.6}, {0, 1}),
+        ({"top_p": 0.75}, {0, 1, 2}),
+        ({"min_p": 0.3}, {0, 1, 2}),
+        ({"min_p": 0.99}, {0}),
+        ({"top_k": 4, "top_p": 0.7}, {0, 1}),  # of the four kept, the first two have 0.74
+        ({"top_p": 0.9, "min_p": 0.5}, {0, 1}),
+        ({"temperature": 1e-300}, {0}),
+        ({"temperature": 1e300, "top_k": 2}, {0, 1}),
+        ({"temperature": 0.5, "top_p": 0.5}, {0}),  # squared, the first has 0.55
+    ],
+)
+def test_only_what_is_kept_is_drawn(params: dict[str, Any], expected: set[int]) -> None:
+    assert support(LADDER, **params) == expected
+
+
+def test_of_equals_top_k_keeps_the_lowest_ids() -> None:
+    assert support(torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5]), top_k=2) == {1, 2}
+
+
+def test_top_p_over_more_candidates_than_are_sorted_at_first() -> None:
+    """Of 3,000 equal tokens half are kept."""
+    kept = support(torch.zeros(3000), top_p=0.5)
+    assert 1400 < max(kept) < 1500
+
+
+def test_draws_follow_the_distribution() -> None:
+    results = sample(LADDER.repeat(20_000, 1), [sequence(seed=seed) for seed in range(20_000)])
+    counts = Counter(result.token_id for result in results if isinstance(result, SampledToken))
+    for token_id, probability in enumerate((0.4, 0.3, 0.15, 0.1, 0.05)):
+        assert abs(counts[token_id] / 20_000 - probability) < 4 * math.sqrt(probability / 20_000)
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    cold = sample(LADDER.repeat(5000, 1), [sequence(seed=seed, temperature=0.5) for seed in range(5000)])
+    share = sum(result.token_id == 0 for result in cold if isinstance(result, SampledToken)) / 5000
+    assert abs(share - 0.16 / (0.16 + 0.09 + 0.0225 + 0.01 + 0.0025)) < 0.03
+
+
+def test_a_seeded_draw_depends_on_no_batch_mate_and_no_order() -> None:
+    """Alone, and with 15 others in three orders: the same token and log-probabilities."""
+    mates = rows(15, seed=1)
+    params = {"temperature": 0.9, "top_p": 0.95, "num_logprobs": 5}
+    own = rows(1, seed=2)[0]
+    alone = draw(own, sequence(seed=42, **params))
+    for order_seed in range(3):
+        order = torch.randperm(16, generator=torch.Generator().manual_seed(order_seed)).tolist()
+        batch = torch.cat((own[None], mates))[order]
+        targets = [sequence(seed=42 if i == 0 else 1000 + i, **params) for i in order]
+        assert sample(batch, targets)[order.index(0)] == alone
+
+
+def test_draws_differ_by_seed_position_and_choice() -> None:
+    flat = torch.zeros(VOCAB)
+    base = draw(flat, sequence())
+    assert draw(flat, sequence()) == base
+    assert draw(flat, sequence(seed=8)) != base
+    assert draw(flat, sequence(output=[5])) != base
+    assert draw(flat, sequence(choice=1)) != base
+    # The position counts the output, forced or not; the prompt's length does not matter.
+    assert draw(flat, sequence(prompt=range(50))) == base
+
+
+def test_uniform_numbers_are_fixed_and_even() -> None:
+    """Equal in every process and version: these are part of what a seed promises."""
+    assert uniform(0, 0, 0) == 0.13870941014555427
+    assert uniform(2**64 - 1, 10, 3) == 0.9932324003847851
+    values = [uniform(seed, position, 0) for seed in range(100) for position in range(100)]
+    assert all(0 <= value < 1 for value in values)
+    assert len(set(values)) == len(values)
+    deciles = Counter(int(value * 10) for value in values)
+    assert all(abs(deciles[decile] - 1000) < 150 for decile in range(10))
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0, "num_logprobs": 2}, {}])
+def test_a_row_of_bad_numbers_fails_alone(bad: float, params: dict[str, Any]) -> None:
+    logits = rows(4)
+    expected = sample(logits.clone(), [sequence(seed=row, **params) for row in range(4)])
+    logits[2, 17] = bad
+    results = sample(logits, [sequence(seed=row, output=[3] if row == 2 else [], **params) for row in range(4)])
+    assert results[2] == SampleFailure("logits of position 1 are not finite numbers")
+    assert [results[row] for row in (0, 1, 3)] == [expected[row] for row in (0, 1, 3)]
+
+
+def test_logprobs_are_natural_before_temperature_and_likeliest_first() -> None:
+    logits = rows(1)[0]
+    result = draw(logits, sequence(temperature=0.3, num_logprobs=5))
+    expected = torch.log_softmax(logits, dim=-1)
+    assert result.logprob == pytest.approx(float(expected[result.token_id]), abs=1e-6)
+    values, ids = expected.sort(descending=True)
+    assert [token_id for token_id, _ in result.top] == ids[:5].tolist()
+    assert [value for _, value in result.top] == pytest.approx(values[:5].tolist(), abs=1e-6)
+    assert draw(logits, sequence(num_logprobs=0)).top == ()
+    assert draw(logits, sequence()).logprob is None
+
+
+def test_logprobs_come_after_penalties() -> None:
+    logits = rows(1)[0]
+    result = draw(logits, sequence(output=[9], presence_penalty=1.5, num_logprobs=0, temperature=0))
+    logits[9] -= 1.5
+    assert result.logprob == pytest.approx(float(torch.log_softmax(logits, -1).max()), abs=1e-6)
+
+
+def penalised(prompt: list[int], output: list[int], **params: Any) -> list[float]:
+    """The logits 2, -2, 1, 0 of four tokens as penalties leave them, up to a constant, from the log-probabilities."""
+    logits = torch.tensor([2.0, -2.0, 1.0, 0.0])
+    target = sequence(prompt=prompt, output=output, temperature=0, num_logprobs=4, **params)
+    reported = dict(draw(logits, target).top)
+    return [round(reported[token_id] - reported[3], 4) for token_id in range(4)]
+
+
+def test_penalties() -> None:
+    assert penalised([0, 1], [2]) == [2, -2, 1, 0]
+    # Repetition counts prompt and output: positive logits are divided, negative ones multiplied.
+    assert penalised([0, 1], [2], repetition_penalty=2.0) == [1, -4, 0.5, 0]
+    # Presence and frequency count the output alone.
+    assert penalised([0, 1], [2, 2], presence_penalty=0.5) == [2, -2, 0.5, 0]
+    assert penalised([0, 1], [2, 2], frequency_penalty=0.5) == [2, -2, 0, 0]
+    assert penalised([2], [0, 0, 2], presence_penalty=0.5, frequency_penalty=0.25) == [1, -2, 0.25, 0]
+
+
+def test_stop_ids_are_out_of_reach_before_min_tokens() -> None:
+    logits = torch.tensor([1.0, 9.0, 8.0, 2.0])
+    stop = StopParams(max_tokens=10, min_tokens=2, stop_token_ids=frozenset({1, 2}))
+    for output, expected in (([], 3), ([0], 3), ([0, 0], 1)):
+        assert draw(logits, sequence(output=output, stop=stop, temperature=0)).token_id == expected
+    assert all(draw(logits, sequence(stop=stop, seed=seed)).token_id in (0, 3) for seed in range(50))
+
+
+def test_when_every_token_is_a_stop_the_sequence_fails() -> None:
+    stop = StopParams(max_tokens=10, min_tokens=2, stop_token_ids=frozenset({0, 1}))
+    for temperature in (0, 1):
+        results = sample(torch.zeros(1, 2), [sequence(stop=stop, temperature=temperature)])
+        assert isinstance(results[0], SampleFailure)
+        assert "min_tokens" in results[0].message
