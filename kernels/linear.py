@@ -16,7 +16,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.num_bytes = weight.numel() * weight.element_size()
         self.bias = bias
-        self._is_packed = torch.backends.mkldnn.is_available()
+        self._is_packed = _can_pack(weight.dtype)
         self._weight = _packed(weight) if self._is_packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -28,6 +28,12 @@ class Linear:
 def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = x.float() @ weight.float().T
     return y if bias is None else y + bias.float()
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _packed(weight: Tensor) -> Tensor:

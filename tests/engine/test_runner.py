@@ -1,6 +1,8 @@
 """Steps of the runner: mixed batches, failures that stay alone, equal pages in every run, warm-up."""
 
 import hashlib
+import json
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import GREEDY, Generation, load, runner_of, sequence
+from safetensors.torch import load_file, save_file
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.plan import Chunk, Plan, SampledToken, SampleFailure, StepResult
@@ -115,7 +118,7 @@ def test_bad_logits_at_one_step_fail_one_of_four(tiny_model: Path) -> None:
     generation = Generation(engine, [four_pages(row) for row in range(4)])
     generation.prefill()
     failing = FailingModel(whole.model, 5, 2)
-    runner = TorchRunner(failing, whole.pages, whole.builder)  # type: ignore[arg-type]
+    runner = TorchRunner(failing, whole.pages, whole.builder, 1)  # type: ignore[arg-type]
     result = StepResult(())
     for _ in range(5):
         chunks = tuple(Chunk(s, len(s.token_ids) - 1, 1, samples=True) for s in generation.sequences)
@@ -200,3 +203,27 @@ def test_a_window_reads_only_the_pages_within_it() -> None:
 def _token(sample: SampledToken | SampleFailure) -> int:
     assert isinstance(sample, SampledToken)
     return sample.token_id
+
+
+@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+def test_activations_that_are_not_numbers_fail_their_sequence_alone(
+    tiny_model: Path, tmp_path: Path, page_format: str, compute_dtype: str
+) -> None:
+    """One token's embedding is NaN: whoever has it fails at once, in a batch or by itself, the others go on."""
+    directory = Path(shutil.copytree(tiny_model, tmp_path / "nan"))
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.embed_tokens.weight"][319] = float("nan")
+    save_file(weights, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(config))
+    engine = load(directory, page_format, compute_dtype=compute_dtype)
+    prompts = ([5, 6, 7], [5, 319, 7], [9, 8])
+    targets = [sequence(ids, 4 * row, 4) for row, ids in enumerate(prompts)]
+    chunks = tuple(Chunk(target, 0, len(target.token_ids), samples=True) for target in targets)
+    fresh = tuple(page for target in targets for page in target.pages)
+    samples = engine.runner.run(Plan(chunks, fresh=fresh)).samples
+    assert [isinstance(sample, SampleFailure) for sample in samples] == [False, True, False]
+    for row in (0, 2):
+        assert engine.runner.run(Plan((chunks[row],), fresh=tuple(targets[row].pages))).samples == (samples[row],)

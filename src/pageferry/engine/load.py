@@ -51,7 +51,7 @@ class Engine:
 
 
 def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: Callable[[str], None]) -> Engine:
-    """Load the model and lay out its pool; sets torch's number of threads for the process.
+    """Load the model and lay out its pool; sets torch's number of threads here and wherever the runner runs.
 
     `progress` gets short lines for people. Raises the errors of core.errors for anything wrong with model or memory.
     """
@@ -73,7 +73,7 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
     pages = PageTensors(layout, memory.num_pages)
     builder = BatchBuilder(config.page_size, limited.sliding_window, 2 * limited.num_kv_heads * limited.head_dim)
     progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory.report, layout, dtype)}")
-    runner = TorchRunner(model, pages, builder)
+    runner = TorchRunner(model, pages, builder, torch.get_num_threads())
     return Engine(layout, memory.num_pages, runner, limited, pages, memory.report, scheduler)
 
 

@@ -19,9 +19,12 @@ class TorchRunner:
     model: Model
     pages: PageTensors
     builder: BatchBuilder
+    num_threads: int
 
     def run(self, plan: Plan) -> StepResult:
         """Blank the fresh pages, make the copies, compute the chunks, draw where they sample."""
+        # OpenMP keeps this number per calling thread, and loading ran on another one than the engine's.
+        torch.set_num_threads(self.num_threads)
         with torch.inference_mode():
             if plan.fresh:
                 self.pages.blank(plan.fresh)

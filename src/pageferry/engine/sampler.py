@@ -15,7 +15,7 @@ from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import Sequence
 from pageferry.engine.draw import uniform
 
-_FIRST_CANDIDATES = 1024  # likeliest tokens that are sorted before the whole vocabulary is
+_CANDIDATES = (1024, 8192)  # likeliest tokens that are sorted before the whole vocabulary is
 
 
 def sample(logits: Tensor, sequences: Sequences[Sequence]) -> tuple[SampledToken | SampleFailure, ...]:
@@ -111,7 +111,7 @@ def _keep(row: Tensor, threshold: Tensor, count: int) -> Tensor:
 def _keep_nucleus(row: Tensor, top_p: float) -> Tensor:
     """The fewest likeliest tokens whose probabilities reach `top_p`."""
     total = torch.logsumexp(row, dim=0)
-    for count in (min(_FIRST_CANDIDATES, len(row)), len(row)):
+    for count in (*(count for count in _CANDIDATES if count < len(row)), len(row)):
         values = row.topk(count).values
         reached = (values - total).exp().cumsum(0) >= top_p
         if bool(reached[-1]):
