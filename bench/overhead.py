@@ -46,7 +46,7 @@ async def one_round(stub: Stub, number: int, num_tokens: int) -> Round:
     assert answer.started is not None
     spans = await wait_trace(stub, answer.started.trace_id, SPLIT_SPANS)
     attributes = one(spans, "decode.generate").attributes
-    forward_ms = float(str(attributes["pageferry.forward_ms"])) / int(str(attributes["pageferry.steps"]))
+    forward_ms = attributes["pageferry.forward_ms"] / attributes["pageferry.steps"]
     # From the second token on: the first one's gap holds the hand-off, which is no cost of a token.
     token_ms = (arrivals[-1] - arrivals[1]) / (len(arrivals) - 2) * 1e3
     return Round(token_ms, forward_ms)

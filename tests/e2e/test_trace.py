@@ -39,6 +39,14 @@ async def test_the_parts_add_up_to_the_whole(split: Cluster) -> None:
     assert request.seconds * 1e3 >= timings.total_ms - 1
     first = request.attributes["gen_ai.server.time_to_first_token"]
     assert first == pytest.approx(timings.ttft_ms / 1e3, abs=1e-3)
+    gap_ms, *parts_ms = (
+        request.attributes[f"pageferry.second_token.{part}_ms"]
+        for part in ("gap", "transfer_tail", "decode_queue", "first_step")
+    )
+    assert sum(parts_ms) == pytest.approx(gap_ms, abs=100)  # the parts are of three hosts, and of messages between them
+    generated = one(spans, "decode.generate")
+    assert generated.attributes["pageferry.steps"] == 15
+    assert 0 < generated.attributes["pageferry.forward_ms"] <= generated.seconds * 1e3
     for span in spans:
         assert span.end_ns >= span.start_ns
         assert span.start_ns >= request.start_ns - 1_000_000

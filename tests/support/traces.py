@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from cluster import Stub
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -43,7 +44,7 @@ class Span:
     start_ns: int
     end_ns: int
     status: str
-    attributes: dict[str, object]
+    attributes: dict[str, Any]
 
     @property
     def seconds(self) -> float:
@@ -57,7 +58,7 @@ def _value(value: AnyValue) -> object:
     return getattr(value, kind) if kind else None
 
 
-def _attributes(pairs: list[KeyValue]) -> dict[str, object]:
+def _attributes(pairs: list[KeyValue]) -> dict[str, Any]:
     return {pair.key: _value(pair.value) for pair in pairs}
 
 
