@@ -7,32 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pageferry.core.config import RouterConfig
-from pageferry.core.errors import (
-    FieldViolation,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-    invalid,
-)
+from pageferry.core.errors import FieldViolation, InvalidArgumentError, NotFoundError, ResourceExhaustedError, invalid
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.router.tokenizer import Tokenizer
+from pageferry.runtime.convert import sampling_from_proto
 from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRequest
-from pageferry.v1.types_pb2 import SamplingParams as SamplingMessage, StopConditions
+from pageferry.v1.types_pb2 import StopConditions
 
 MAX_STOP_STRINGS = 16
 MAX_REQUEST_ID_CHARACTERS = 128
 # Texts above this are tokenised on another thread, so that the event loop's streams don't wait.
 _OFF_LOOP_BYTES = 8192
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +70,7 @@ class Admission:
         if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
             length = f"{len(request.request_id)} characters"
             raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
-        sampling = self._sampling(request.sampling)
+        sampling = sampling_from_proto(request.sampling, {"seed": secrets.randbits(64), **self._defaults})
         self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
         _check_stop_strings(request.stop_strings)
         _check_counts(request.stop)
@@ -166,11 +151,6 @@ class Admission:
         wrong = next((id_ for id_ in ids if not 0 <= id_ < self._vocab_size), None)
         if wrong is not None:
             raise invalid(field, wrong, f"must be token ids from 0 to {self._vocab_size - 1}")
-
-    def _sampling(self, message: SamplingMessage) -> SamplingParams:
-        given = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
-        values = {"seed": secrets.randbits(64), **self._defaults, **given}
-        return SamplingParams(**values, num_logprobs=message.logprobs if message.HasField("logprobs") else None)
 
     def _stop(self, stop: StopConditions, num_prompt: int) -> StopParams:
         most = self._most_tokens(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None)

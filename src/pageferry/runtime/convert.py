@@ -1,5 +1,8 @@
 """Messages of the contract as the core's types, and back. Raises InvalidArgumentError where a message is wrong."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from pageferry.core.errors import invalid
 from pageferry.core.layout import PageFormat, PageLayout
 from pageferry.core.plan import SampledToken
@@ -13,6 +16,12 @@ _FORMATS = {
     PageFormat.INT8: pb.PAGE_FORMAT_INT8,
 }
 _FORMATS_BACK: dict[int, PageFormat] = {value: key for key, value in _FORMATS.items()}
+_LAYOUT_FIELDS = ("fingerprint", "page_size", "num_layers", "num_kv_heads", "head_dim", "version")
+# Those that have the same name in the core and in the contract.
+SAMPLING_FIELDS: tuple[Any, ...] = (
+    *("temperature", "top_k", "top_p", "min_p", "seed"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 _REASONS_BACK: dict[int, FinishReason] = {value: key for key, value in _REASONS.items()}
 
@@ -28,54 +37,29 @@ def format_from_proto(value: int) -> PageFormat:
 
 
 def layout_to_proto(layout: PageLayout) -> pb.PageLayout:
-    return pb.PageLayout(
-        fingerprint=layout.fingerprint,
-        format=format_to_proto(layout.format),
-        page_size=layout.page_size,
-        num_layers=layout.num_layers,
-        num_kv_heads=layout.num_kv_heads,
-        head_dim=layout.head_dim,
-        page_bytes=layout.page_bytes,
-        version=layout.version,
-    )
+    values = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
+    return pb.PageLayout(**values, format=format_to_proto(layout.format), page_bytes=layout.page_bytes)
 
 
 def layout_from_proto(message: pb.PageLayout) -> PageLayout:
-    layout = PageLayout(
-        fingerprint=message.fingerprint,
-        format=format_from_proto(message.format),
-        page_size=message.page_size,
-        num_layers=message.num_layers,
-        num_kv_heads=message.num_kv_heads,
-        head_dim=message.head_dim,
-        version=message.version,
-    )
+    values = {name: getattr(message, name) for name in _LAYOUT_FIELDS}
+    layout = PageLayout(**values, format=format_from_proto(message.format))
     if message.page_bytes != layout.page_bytes:
-        raise invalid(
-            "layout.page_bytes", message.page_bytes, f"must be {layout.page_bytes} for the layout's other fields"
-        )
+        limit = f"must be {layout.page_bytes} for the layout's other fields"
+        raise invalid("layout.page_bytes", message.page_bytes, limit)
     return layout
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        seed=sampling.seed,
-        logprobs=sampling.num_logprobs,
-    )
+    values = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
+    return pb.SamplingParams(**values, logprobs=sampling.num_logprobs)
 
 
-def sampling_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """An absent field takes the contract's own default; the router has filled in the model's before."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = {name: getattr(message, name) for name in (*names, "seed") if message.HasField(name)}
-    return SamplingParams(**given, num_logprobs=message.logprobs if message.HasField("logprobs") else None)
+def sampling_from_proto(message: pb.SamplingParams, defaults: Mapping[str, float] | None = None) -> SamplingParams:
+    """A field that is absent takes its default, or else the contract's own."""
+    given = {name: getattr(message, name) for name in SAMPLING_FIELDS if message.HasField(name)}
+    num_logprobs = message.logprobs if message.HasField("logprobs") else None
+    return SamplingParams(**{**(defaults or {}), **given}, num_logprobs=num_logprobs)
 
 
 def stop_to_proto(stop: StopParams) -> pb.StopConditions:

@@ -18,23 +18,7 @@ MAX_MESSAGE_BYTES = 1024
 MAX_DESCRIPTION_BYTES = 256
 MAX_VIOLATIONS = 8
 _DETAILS_KEY = "grpc-status-details-bin"
-_CLASSES: dict[str, type[errors.PageferryError]] = {
-    kind.code: kind
-    for kind in (
-        errors.InvalidArgumentError,
-        errors.NotFoundError,
-        errors.AlreadyExistsError,
-        errors.FailedPreconditionError,
-        errors.ResourceExhaustedError,
-        errors.UnavailableError,
-        errors.AbortedError,
-        errors.DeadlineExceededError,
-        errors.CancelledError,
-        errors.UnimplementedError,
-        errors.InternalError,
-        errors.DataLossError,
-    )
-}
+_CLASSES = {kind.code: kind for kind in errors.PageferryError.__subclasses__()}
 # What the transport reports, as INTERNAL or CANCELLED, where the peer or a proxy dropped a stream half-way.
 _BROKEN_STREAM = ("Stream removed", "RST_STREAM", "GOAWAY", "Socket closed", "Connection reset")
 

@@ -22,8 +22,7 @@ from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
 from pageferry.runtime.errors import from_rpc_error
-from pageferry.runtime.frames import read_frames
-from pageferry.runtime.handoff_spans import describe_pages, describe_timing
+from pageferry.runtime.frames import describe_pages, describe_timing, read_frames
 from pageferry.runtime.logs import log
 from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
