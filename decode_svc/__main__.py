@@ -1,99 +1,67 @@
 """`python -m pageferry.decode_svc --config FILE`: receives pages and generates by continuous batching."""
 
-import asyncio
 import sys
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from pageferry.core.config import Config
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.handoff import TicketTable
 from pageferry.core.limits import ModelLimits
 from pageferry.core.pool import PagePool
-from pageferry.decode_svc.service import DecodeService
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
-from pageferry.runtime.convert import layout_to_proto
-from pageferry.runtime.engine_thread import EngineThread
-from pageferry.runtime.logs import log
-from pageferry.runtime.process import run_service
-from pageferry.runtime.reports import Publisher
+from pageferry.runtime.model_worker import LoadedEngine, ModelMain
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.work_calls import PastSpans, loading
-from pageferry.runtime.worker_process import WorkerParts, advertised_host, in_background, serve_worker
-from pageferry.v1.decode_pb2_grpc import add_DecodeServiceServicer_to_server
-from pageferry.v1.page_pb2_grpc import add_PageServiceServicer_to_server
-from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE, Snapshot
-
-if TYPE_CHECKING:
-    from pageferry.engine.load import Engine
+from pageferry.runtime.worker_process import WorkerParts, advertised_host
+from pageferry.v1.decode_pb2 import DecodeRequest
+from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
+from pageferry.v1.page_pb2_grpc import PageServiceServicer, add_PageServiceServicer_to_server
+from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE
 
 
-class DecodeMain:
-    """A decode worker's process."""
+class DecodeMain(ModelMain[DecodeWorker], DecodeServiceServicer, PageServiceServicer):
+    """A decode worker's process, and its DecodeService and PageService."""
 
     name = "decode"
-
-    def __init__(self) -> None:
-        self._service = DecodeService()
-        self._snapshot: Snapshot | None = None
-        self._publisher: Publisher | None = None
-        self._worker: DecodeWorker | None = None
+    role = WORKER_ROLE_DECODE
 
     def register(self, server: GrpcServer) -> None:
-        server.add(add_DecodeServiceServicer_to_server, self._service, "pageferry.v1.DecodeService")
-        server.add(add_PageServiceServicer_to_server, self._service, "pageferry.v1.PageService")
+        server.add(add_DecodeServiceServicer_to_server, self, "pageferry.v1.DecodeService")
+        server.add(add_PageServiceServicer_to_server, self, "pageferry.v1.PageService")
 
-    async def load(self, parts: WorkerParts) -> EngineThread[Any]:
-        config = parts.config
-        kv_endpoint = f"{advertised_host(config.server)}:{parts.port}"
-        engine = await in_background(partial(_load, config))
-        log("memory", pages=engine.num_pages, bytes=engine.memory_report)
-        pool = PagePool(engine.num_pages)
-        scheduler = DecodeScheduler(config.scheduler, pool, engine.layout)
-        tickets = TicketTable(parts.incarnation, config.handoff.lease_ms / 1000, engine.layout)
+    async def Decode(  # type: ignore[override]  # noqa: N802 - a coroutine that writes by itself
+        self, request: DecodeRequest, context: Any
+    ) -> None:
+        await self.worker.decode(request, context)
+
+    async def Push(  # type: ignore[override]  # noqa: N802 - a coroutine that reads and writes by itself
+        self, request_iterator: Any, context: Any
+    ) -> None:
+        await self.worker.receiver.Push(request_iterator, context)
+
+    async def load(self, parts: WorkerParts) -> Any:
+        advertised_host(parts.config.server)  # before the model's loading: it may be what is missing
+        return await super().load(parts)
+
+    def load_engine(self, config: Config, progress: Callable[[str], None]) -> LoadedEngine:
+        # Imported here since that takes seconds, during which health is to be answered.
+        from pageferry.engine.load import load_engine
+
+        return load_engine(config.engine, config.scheduler, progress=progress)
+
+    def join(self, engine: LoadedEngine, pool: PagePool, limits: ModelLimits, parts: WorkerParts) -> DecodeWorker:
+        handoff = parts.config.handoff
+        tickets = TicketTable(parts.incarnation, handoff.lease_ms / 1000, engine.layout)
+        scheduler = DecodeScheduler(parts.config.scheduler, pool, engine.layout)
         step = DecodeStep(scheduler, pool, tickets, engine.runner, engine.layout, parts.clock)
-        limits = ModelLimits(engine.model_config.vocab_size, engine.model_config.max_positions)
-        served = Served(limits, engine.layout, kv_endpoint, config.handoff.lease_ms)
-        spans = PastSpans(parts.tracer, parts.clock)
-        self._worker = DecodeWorker(step, served, spans, parts.publisher, parts.clock)
-        self._worker.start()
-        log("loading", progress="warming up")
-        await self._worker.engine.call(engine.warm_up)
-        self._publisher = parts.publisher
-        self._snapshot = Snapshot(
-            role=WORKER_ROLE_DECODE,
-            layout=layout_to_proto(engine.layout),
-            model=engine.model_config.name,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_tokens=limits.max_model_tokens,
-            chunk_tokens=config.scheduler.local_chunk_tokens,
-        )
-        self._service.attach(self._worker, engine.pages, parts.executor)
-        return self._worker.engine
+        kv_endpoint = f"{advertised_host(parts.config.server)}:{parts.port}"
+        served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff.lease_ms)
+        return DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)
 
-    def snapshot(self) -> Snapshot:
-        if self._snapshot is None or self._publisher is None:
-            raise loading()
-        self._snapshot.load.CopyFrom(self._publisher.load)
-        return self._snapshot
-
-    async def close(self) -> None:
-        if self._worker is not None:
-            await self._worker.engine.stop()
-
-
-def _load(config: Config) -> "Engine":
-    # Imported here since that takes seconds, during which health is to be answered.
-    from pageferry.engine.load import load_engine
-
-    return load_engine(config.engine, config.scheduler, progress=lambda text: log("loading", progress=text))
-
-
-async def main(config: Config, stop: asyncio.Event) -> int:
-    """Serve until `stop`, then drain."""
-    return await serve_worker(config, stop, DecodeMain())
+    def chunk_tokens(self, config: Config) -> int:
+        return config.scheduler.local_chunk_tokens
 
 
 if __name__ == "__main__":
-    sys.exit(run_service(main, name="decode"))
+    sys.exit(DecodeMain.run())

@@ -7,7 +7,6 @@ from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, ResourceExhaustedError
 from pageferry.core.handoff import TicketTable
 from pageferry.core.layout import PageLayout
-from pageferry.core.load import Smoothed
 from pageferry.core.plan import Ended, Output, Plan, Runner, SampledToken
 from pageferry.core.pool import PagePool
 from pageferry.core.sequence import Sequence
@@ -48,10 +47,7 @@ class DecodeStep:
         self.desk = TicketDesk(tickets, pool, layout, actions)
         self._jobs: dict[Sequence, _Job] = {}
         self._pending: list[Event] = []  # of commands, for the next step to hand on
-        self._reporter = Reporter(pool, self._fill_load)
-        self._step_s = Smoothed()
-        self._rate = Smoothed()
-        self._num_preemptions = self._num_generated = self._num_prefilled = 0
+        self._reporter = Reporter(pool, scheduler, lambda: self.desk.num_live)
 
     def reserve(self, sequence: Sequence, ticket_id: bytes) -> None:
         """Hold pages for a prompt that comes from a prefill worker, and issue the ticket to fill them.
@@ -109,10 +105,9 @@ class DecodeStep:
 
     def _run(self, plan: Plan) -> None:
         started = self._clock()
-        self._num_preemptions += len(plan.preempted)
+        self._reporter.num_preemptions += len(plan.preempted)
         result = self._runner.run(plan)
         ended = self._clock()
-        self._step_s.add(ended - started)
         num_prefill = 0
         for chunk in plan.chunks:
             job = self._jobs[chunk.sequence]
@@ -121,9 +116,7 @@ class DecodeStep:
             if chunk.num_tokens > 1 or not chunk.samples:
                 num_prefill += chunk.num_tokens
                 self._emit(ChunkDone(chunk.sequence, chunk.start, chunk.num_tokens, started, ended))
-        if num_prefill:
-            self._num_prefilled += num_prefill
-            self._rate.add(num_prefill / max(ended - started, 1e-9))
+        self._reporter.measure(num_prefill, ended - started)
         self._take(self._scheduler.apply(plan, result, ended), ended, own=True)
 
     def _activate(self, sequence: Sequence, first: SampledToken | None, now: float) -> None:
@@ -136,7 +129,7 @@ class DecodeStep:
         for emitted in output.emitted:
             job = self._jobs[emitted.sequence]
             if own:
-                self._num_generated += 1
+                self._reporter.num_generated += 1
                 job.first_own = now if job.first_own is None else job.first_own
             self._emit(emitted)
         for ended in output.ended:
@@ -179,17 +172,6 @@ class DecodeStep:
         if sequence.deadline is not None and sequence.deadline <= now:
             raise DeadlineExceededError("the deadline passed before the request was accepted")
         return now
-
-    def _fill_load(self, load: WorkerLoad) -> None:
-        load.waiting = self._scheduler.num_waiting
-        load.running = self._scheduler.num_running
-        load.tickets = self.desk.num_live
-        load.queued_prompt_tokens = self._scheduler.queued_prompt_tokens
-        load.prefill_tokens_per_s = self._rate.value
-        load.step_s = self._step_s.value
-        load.preemptions = self._num_preemptions
-        load.generated_tokens = self._num_generated
-        load.prefill_tokens = self._num_prefilled
 
 
 def _error(ended: Ended) -> PageferryError:

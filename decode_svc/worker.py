@@ -3,16 +3,17 @@
 import asyncio
 import secrets
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
+from opentelemetry.trace import Tracer
 
-from pageferry.core.errors import CancelledError, PageferryError, UnavailableError, invalid
+from pageferry.core.errors import CancelledError, PageferryError, invalid
 from pageferry.core.handoff import TICKET_BYTES
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import PageSink
 from pageferry.core.limits import ModelLimits
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import Sequence
@@ -20,11 +21,10 @@ from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, Fig
 from pageferry.decode_svc.receiving import EngineDesk
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.runtime.convert import finish_to_proto, layout_to_proto, token_to_proto, work_from_proto
-from pageferry.runtime.engine_thread import EngineThread
-from pageferry.runtime.logs import log
 from pageferry.runtime.loop_calls import call_on_loop
+from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.work_calls import LiveIds, PastSpans, counted, deadline_of
+from pageferry.runtime.work_calls import WorkCalls, counted, deadline_of
 from pageferry.v1 import decode_pb2 as pb
 
 
@@ -33,7 +33,8 @@ class Served:
     """What the worker serves, and where its PageService is."""
 
     limits: ModelLimits
-    layout: PageLayout
+    pages: PageSink
+    executor: ThreadPoolExecutor  # the one transfer thread
     kv_endpoint: str
     lease_ms: int
 
@@ -58,20 +59,16 @@ class _Call:
         return tokens, self.end
 
 
-class DecodeWorker:
-    """Serves Decode calls, and the tickets of pushes, with one engine thread."""
+class DecodeWorker(WorkCalls[_Call, Event]):
+    """Serves Decode calls, and by its `receiver` the pushes of pages, with one engine thread."""
 
     def __init__(
-        self, step: DecodeStep, served: Served, spans: PastSpans, publisher: Publisher, clock: Callable[[], float]
+        self, step: DecodeStep, served: Served, tracer: Tracer, publisher: Publisher, clock: Callable[[], float]
     ) -> None:
+        super().__init__(step, tracer, publisher, clock)
         self._step = step
         self._served = served
-        self._publisher = publisher
-        self._clock = clock
-        self._spans = spans
-        self._ids = LiveIds()
-        self._calls: dict[Sequence, _Call] = {}
-        self.engine = EngineThread(step, self._deliver, name="decode-engine", clock=clock)
+        self._layout = served.pages.layout
         self.desk = EngineDesk(
             step.desk,
             self.engine,
@@ -80,15 +77,7 @@ class DecodeWorker:
             lease_ms=served.lease_ms,
             vocab_size=served.limits.vocab_size,
         )
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that are live."""
-        return len(self._calls)
-
-    def start(self) -> None:
-        self.engine.start()
-        self.engine.failed.add_done_callback(lambda failed: self._fail_all(failed.result()))
+        self.receiver = PageReceiver(self.desk, served.pages, served.executor)
 
     async def decode(self, request: pb.DecodeRequest, context: Any) -> None:
         with counted(self._publisher.metrics) as outcome:
@@ -111,15 +100,15 @@ class DecodeWorker:
         sequence = call.sequence
         if not call.is_pushed:
             await self.engine.call(lambda: self._step.add(sequence))
-            return pb.Reserved(layout=layout_to_proto(self._served.layout))
+            return pb.Reserved(layout=layout_to_proto(self._layout))
         ticket = secrets.token_bytes(TICKET_BYTES)
         await self.engine.call(lambda: self._step.reserve(sequence, ticket))
         return pb.Reserved(
             ticket=ticket,
             kv_endpoint=self._served.kv_endpoint,
-            layout=layout_to_proto(self._served.layout),
+            layout=layout_to_proto(self._layout),
             cached_tokens=sequence.num_cached,
-            cached_pages=sequence.num_cached // self._served.layout.page_size,
+            cached_pages=sequence.num_cached // self._layout.page_size,
         )
 
     async def _stream(self, call: _Call, context: Any) -> Completed:
@@ -146,8 +135,7 @@ class DecodeWorker:
             call_on_loop(loop, self._record_end, call, self._step.abort(call.sequence, gone))
 
         if call.end is None:
-            with suppress(UnavailableError):  # after the thread's end there is nothing to free
-                self.engine.post(abort)
+            self._post(abort)
 
     def _count_tokens(self, call: _Call) -> None:
         if call.num_emitted == 0:
@@ -186,17 +174,12 @@ class DecodeWorker:
             case Failed():
                 call.end = event.error
                 self._record_end(call, event.figures)
-                request_id, error = call.sequence.work.request_id, event.error
-                log(
-                    "request_failed", level="warning", request_id=request_id, reason=error.reason, message=error.message
-                )
+                self._log("request_failed", call.sequence, event.error)
         call.changed.set()
 
-    def _fail_all(self, failure: BaseException) -> None:
-        error = UnavailableError(f"the worker's engine failed: {type(failure).__name__}", reason="ENGINE_FAILED")
-        for call in self._calls.values():
-            call.end = error
-            call.changed.set()
+    def _fail(self, call: _Call, error: PageferryError) -> None:
+        call.end = error
+        call.changed.set()
 
     def _record_end(self, call: _Call, figures: Figures | None) -> None:
         if figures is None:
@@ -210,11 +193,6 @@ class DecodeWorker:
         }
         self._spans.record("decode.queue", call.parent, figures.ready, first_step, {})
         self._spans.record("decode.generate", call.parent, first_step, figures.ended, attributes)
-
-
-def _log_failure(call: _Call, error: PageferryError) -> None:
-    request_id = call.sequence.work.request_id
-    log("request_failed", level="warning", request_id=request_id, reason=error.reason, message=error.message)
 
 
 def _first_own_ms(figures: Figures) -> float:

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError
 from pageferry.core.layout import PageLayout
-from pageferry.core.load import Smoothed
 from pageferry.core.plan import Chunk, Emitted, Ended, Plan, Runner, SampledToken
 from pageferry.core.pool import PageId, PagePool
 from pageferry.core.prefill_scheduler import PrefillScheduler
@@ -67,11 +66,7 @@ class PrefillStep:
         self._layout = layout
         self._clock = clock
         self._next_page: dict[Sequence, int] = {}  # of sequences whose pages are shipped: the first not handed over yet
-        self._reporter = Reporter(pool, self._fill_load)
-        self._rate = Smoothed()
-        self._step_s = Smoothed()
-        self._num_prefilled = 0
-        self._num_generated = 0
+        self._reporter = Reporter(pool, scheduler)
 
     def add(self, sequence: Sequence, first_page: int | None) -> None:
         """Queue a prompt; pages from `first_page` on come with the events of its chunks, none where it is None.
@@ -118,7 +113,7 @@ class PrefillStep:
         started = self._clock()
         result = self._runner.run(plan)
         ended = self._clock()
-        self._measure(plan, ended - started)
+        self._reporter.measure(plan.num_tokens, ended - started)
         # Taken before `apply` lets go of the pages of sequences that are done.
         taken = {chunk.sequence: self._take_pages(chunk) for chunk in plan.chunks}
         output = self._scheduler.apply(plan, result, ended)
@@ -151,7 +146,7 @@ class PrefillStep:
 
     def _drawn(self, emitted: Emitted, end: Ended, now: float) -> Drawn:
         self._next_page.pop(emitted.sequence, None)
-        self._num_generated += 1
+        self._reporter.num_generated += 1
         return Drawn(emitted.sequence, emitted.position, emitted.token, end.reason, now)
 
     def _failed(self, ended: Ended) -> Failed:
@@ -159,18 +154,3 @@ class PrefillStep:
         if ended.failure == "deadline":
             return Failed(ended.sequence, DeadlineExceededError("the deadline passed before the first token was drawn"))
         return Failed(ended.sequence, InternalError(ended.failure, reason="SAMPLING_FAILED"))
-
-    def _measure(self, plan: Plan, seconds: float) -> None:
-        self._num_prefilled += plan.num_tokens
-        self._step_s.add(seconds)
-        if seconds > 0:
-            self._rate.add(plan.num_tokens / seconds)
-
-    def _fill_load(self, load: WorkerLoad) -> None:
-        load.waiting = self._scheduler.num_waiting
-        load.running = self._scheduler.num_running
-        load.queued_prompt_tokens = self._scheduler.queued_prompt_tokens
-        load.prefill_tokens_per_s = self._rate.value
-        load.step_s = self._step_s.value
-        load.generated_tokens = self._num_generated
-        load.prefill_tokens = self._num_prefilled

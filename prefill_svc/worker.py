@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Sequence as ListLike
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
-from pageferry.core.errors import PageferryError, UnavailableError, invalid
+from pageferry.core.errors import PageferryError, invalid
 from pageferry.core.handoff import TICKET_BYTES
 from pageferry.core.limits import ModelLimits
 from pageferry.core.pool import PageId
@@ -19,11 +18,9 @@ from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
 from pageferry.prefill_svc.step import ChunkDone, Drawn, Event, Failed, PrefillStep
 from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_to_proto, work_from_proto
-from pageferry.runtime.engine_thread import EngineThread
-from pageferry.runtime.logs import log
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.work_calls import LiveIds, PastSpans, counted, deadline_of
+from pageferry.runtime.work_calls import WorkCalls, counted, deadline_of
 from pageferry.v1.prefill_pb2 import (
     FirstToken,
     HandoffTarget,
@@ -61,7 +58,7 @@ class _Call:
         return outcome
 
 
-class PrefillWorker:
+class PrefillWorker(WorkCalls[_Call, Event]):
     """Serves Prefill calls with one engine thread."""
 
     def __init__(
@@ -73,27 +70,13 @@ class PrefillWorker:
         publisher: Publisher,
         clock: Callable[[], float],
     ) -> None:
+        super().__init__(step, push_parts.tracer, publisher, clock)
         self._step = step
         self._limits = limits
         self._push_parts = push_parts
         self._layout = push_parts.source.layout
         self._channels = channels
-        self._publisher = publisher
-        self._clock = clock
-        self._spans = PastSpans(push_parts.tracer, clock)
-        self._ids = LiveIds()
-        self._calls: dict[Sequence, _Call] = {}
         self._shipments: set[asyncio.Task[None]] = set()
-        self.engine = EngineThread(step, self._deliver, name="prefill-engine", clock=clock)
-
-    @property
-    def num_calls(self) -> int:
-        """Calls that are live."""
-        return len(self._calls)
-
-    def start(self) -> None:
-        self.engine.start()
-        self.engine.failed.add_done_callback(lambda failed: self._fail_all(failed.result()))
 
     async def stop(self) -> None:
         """After the server's end: end the pushes, then the engine's thread."""
@@ -102,7 +85,7 @@ class PrefillWorker:
         if self._shipments:
             await asyncio.wait(self._shipments)
         await self._channels.close_idle(0)
-        await self.engine.stop()
+        await super().stop()
 
     async def prefill(self, request: PrefillRequest, context: Any) -> None:
         with counted(self._publisher.metrics) as outcome:
@@ -191,10 +174,7 @@ class PrefillWorker:
     def _take_outcome(self, call: _Call, outcome: HandoffStats | PageferryError) -> None:
         if isinstance(outcome, PageferryError):
             self._publisher.metrics.count_broken_handoff()
-            request_id = call.sequence.work.request_id
-            log(
-                "handoff_broken", level="warning", request_id=request_id, reason=outcome.reason, message=outcome.message
-            )
+            self._log("handoff_broken", call.sequence, outcome)
         call.outcomes.put_nowait(outcome)
 
     def _check_target(self, target: HandoffTarget, work: WorkItem) -> None:
@@ -220,18 +200,12 @@ class PrefillWorker:
             cached_tokens=call.sequence.num_cached,
         )
 
-    def _fail_all(self, failure: BaseException) -> None:
-        error = UnavailableError(f"the worker's engine failed: {type(failure).__name__}", reason="ENGINE_FAILED")
-        for call in self._calls.values():
-            call.outcomes.put_nowait(error)
+    def _fail(self, call: _Call, error: PageferryError) -> None:
+        call.outcomes.put_nowait(error)
 
     def _give_back(self, pages: ListLike[PageId]) -> None:
         held = list(pages)
         self._post(lambda: self._step.release_pages(held))
-
-    def _post(self, command: Callable[[], object]) -> None:
-        with suppress(UnavailableError):  # after the thread's end there is nothing to give back to
-            self.engine.post(command)
 
 
 def _shipped(stats: HandoffStats) -> Shipped:

@@ -27,10 +27,10 @@ from pageferry.core.limits import ModelLimits
 from pageferry.core.pool import PageId, PagePool
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import Sequence
-from pageferry.decode_svc.service import DecodeService
+from pageferry.decode_svc.__main__ import DecodeMain
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
-from pageferry.prefill_svc.service import PrefillService
+from pageferry.prefill_svc.__main__ import PrefillMain
 from pageferry.prefill_svc.shipping import DecodeChannels
 from pageferry.prefill_svc.step import PrefillStep
 from pageferry.prefill_svc.worker import PrefillWorker
@@ -41,7 +41,6 @@ from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.work_calls import PastSpans
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.v1 import (
     decode_pb2,
@@ -102,9 +101,7 @@ class Side:
 
     async def stop(self) -> None:
         await self.server.__aexit__(None, None, None)
-        if isinstance(self.worker, PrefillWorker):
-            await self.worker.stop()
-        await self.worker.engine.stop()
+        await self.worker.stop()
         self.executor.shutdown()
 
     async def is_idle(self) -> bool:
@@ -130,8 +127,9 @@ class PrefillSide(Side):
         parts = PushParts(self.pages, self.executor, settings.handoff, self.tracer)
         channels = DecodeChannels(lambda endpoint: open_channel(endpoint, self.tracer))
         self.worker = PrefillWorker(self.step, self.limits, parts, channels, self.publisher, settings.clock)
-        register = prefill_pb2_grpc.add_PrefillServiceServicer_to_server
-        self.server.add(register, PrefillService(self.worker), "pageferry.v1.PrefillService")
+        main = PrefillMain()
+        main.ready = self.worker
+        main.register(self.server)
 
 
 class NotingTable(TicketTable):
@@ -152,17 +150,14 @@ class DecodeSide(Side):
         scheduler = DecodeScheduler(settings.scheduler, self.pool, settings.layout)
         self.tickets = NotingTable(b"i" * 16, settings.handoff.lease_ms / 1000, settings.layout)
         self.step = DecodeStep(scheduler, self.pool, self.tickets, self.runner, settings.layout, settings.clock)
-        self.service = DecodeService()
-        self.server.add(decode_pb2_grpc.add_DecodeServiceServicer_to_server, self.service, "pageferry.v1.DecodeService")
-        self.server.add(page_pb2_grpc.add_PageServiceServicer_to_server, self.service, "pageferry.v1.PageService")
+        self.main = DecodeMain()
+        self.main.register(self.server)
 
     async def start(self) -> None:
         self.port = await self.server.start()
         settings = self.settings
-        served = Served(self.limits, settings.layout, self.address, settings.handoff.lease_ms)
-        spans = PastSpans(self.tracer, settings.clock)
-        self.worker = DecodeWorker(self.step, served, spans, self.publisher, settings.clock)
-        self.service.attach(self.worker, self.pages, self.executor)
+        served = Served(self.limits, self.pages, self.executor, self.address, settings.handoff.lease_ms)
+        self.worker = self.main.ready = DecodeWorker(self.step, served, self.tracer, self.publisher, settings.clock)
         self.worker.start()
 
     def has_received(self, num_pages: int) -> Callable[[], Awaitable[bool]]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from pageferry.core.load import ReportTimer
+from pageferry.core.load import ReportTimer, Smoothed
 from pageferry.core.pool import PagePool
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.worker_hub import WorkerHub
@@ -28,13 +29,39 @@ class CacheReport:
 Report = LoadReport | CacheReport
 
 
-class Reporter:
-    """Makes reports on the engine's thread: `fill` sets all fields of a load but those of the pool."""
+class Queues(Protocol):
+    """What a scheduler says of its load."""
 
-    def __init__(self, pool: PagePool, fill: Callable[[WorkerLoad], None]) -> None:
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def queued_prompt_tokens(self) -> int: ...
+
+
+class Reporter:
+    """Counts what steps have done, and makes reports of it, on the engine's thread."""
+
+    def __init__(self, pool: PagePool, queues: Queues, num_tickets: Callable[[], int] = lambda: 0) -> None:
+        self.num_generated = 0
+        self.num_preemptions = 0
+        self._num_prefilled = 0
         self._pool = pool
-        self._fill = fill
+        self._queues = queues
+        self._num_tickets = num_tickets
         self._timer = ReportTimer()
+        self._rate = Smoothed()
+        self._step_s = Smoothed()
+
+    def measure(self, num_prompt_tokens: int, seconds: float) -> None:
+        """A step has run that computed so much of prompts."""
+        self._num_prefilled += num_prompt_tokens
+        self._step_s.add(seconds)
+        if num_prompt_tokens and seconds > 0:
+            self._rate.add(num_prompt_tokens / seconds)
 
     def mark_changed(self) -> None:
         self._timer.mark_changed()
@@ -54,16 +81,23 @@ class Reporter:
         return reports
 
     def load(self) -> WorkerLoad:
-        pool = self._pool
-        load = WorkerLoad(
+        pool, queues = self._pool, self._queues
+        return WorkerLoad(
+            waiting=queues.num_waiting,
+            running=queues.num_running,
+            tickets=self._num_tickets(),
             pages_total=pool.num_pages,
             pages_free=pool.num_free,
             pages_cached=pool.num_cached,
             pages_reserved=pool.num_reserved,
             pages_resident=pool.num_resident,
+            queued_prompt_tokens=queues.queued_prompt_tokens,
+            prefill_tokens_per_s=self._rate.value,
+            step_s=self._step_s.value,
+            preemptions=self.num_preemptions,
+            generated_tokens=self.num_generated,
+            prefill_tokens=self._num_prefilled,
         )
-        self._fill(load)
-        return load
 
 
 @dataclass(slots=True)

@@ -1,19 +1,73 @@
 """What the calls that bring work have in common on both kinds of worker."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import time_ns
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import AlreadyExistsError, PageferryError, UnavailableError
+from pageferry.core.sequence import Sequence
+from pageferry.runtime.engine_thread import EngineThread, Stepper
+from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.reports import Publisher
 from pageferry.runtime.telemetry import record_span
+
+Call = TypeVar("Call")
+Event = TypeVar("Event")
+
+
+class WorkCalls(ABC, Generic[Call, Event]):
+    """The live calls of a worker, on the event loop, and the engine's thread that works for them."""
+
+    def __init__(self, step: Stepper[Event], tracer: Tracer, publisher: Publisher, clock: Callable[[], float]) -> None:
+        self._publisher = publisher
+        self._clock = clock
+        self._spans = PastSpans(tracer, clock)
+        self._ids = LiveIds()
+        self._calls: dict[Sequence, Call] = {}
+        self.engine = EngineThread(step, self._deliver, name="engine", clock=clock)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that are live."""
+        return len(self._calls)
+
+    def start(self) -> None:
+        self.engine.start()
+        self.engine.failed.add_done_callback(lambda failed: self._fail_all(failed.result()))
+
+    async def stop(self) -> None:
+        """After the server's end."""
+        await self.engine.stop()
+
+    @abstractmethod
+    def _deliver(self, events: list[Event]) -> None:
+        """Take what the engine's thread has to tell."""
+
+    @abstractmethod
+    def _fail(self, call: Call, error: PageferryError) -> None:
+        """End a call whose engine has failed."""
+
+    def _fail_all(self, failure: BaseException) -> None:
+        error = UnavailableError(f"the worker's engine failed: {type(failure).__name__}", reason="ENGINE_FAILED")
+        for call in self._calls.values():
+            self._fail(call, error)
+
+    def _log(self, event: str, sequence: Sequence, error: PageferryError) -> None:
+        request_id = sequence.work.request_id
+        log(event, level="warning", request_id=request_id, reason=error.reason, message=error.message)
+
+    def _post(self, command: Callable[[], object]) -> None:
+        with suppress(UnavailableError):  # after the thread's end there is nothing to free or give back
+            self.engine.post(command)
 
 
 class LiveIds:
