@@ -48,10 +48,6 @@ class DecodeScheduler:
         return len(self._running)
 
     @property
-    def num_receiving(self) -> int:
-        return len(self._receiving)
-
-    @property
     def queued_prompt_tokens(self) -> int:
         """Tokens to compute before the sequences here can decode, cached ones of those that wait included."""
         waiting = sum(len(sequence.token_ids) for sequence in self._waiting)

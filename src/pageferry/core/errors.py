@@ -43,89 +43,73 @@ class PageferryError(Exception):
 class InvalidArgumentError(PageferryError):
     """The caller's request is wrong and will stay wrong."""
 
-    code = "INVALID_ARGUMENT"
-    http_status = 400
+    code, http_status = "INVALID_ARGUMENT", 400
 
 
 class NotFoundError(PageferryError):
     """The named thing does not exist."""
 
-    code = "NOT_FOUND"
-    http_status = 404
+    code, http_status = "NOT_FOUND", 404
 
 
 class AlreadyExistsError(PageferryError):
     """A live request has this id."""
 
-    code = "ALREADY_EXISTS"
-    http_status = 409
+    code, http_status = "ALREADY_EXISTS", 409
 
 
 class FailedPreconditionError(PageferryError):
     """The state does not allow it: a ticket that is unknown or used, or layouts that differ."""
 
-    code = "FAILED_PRECONDITION"
-    http_status = 409
+    code, http_status = "FAILED_PRECONDITION", 409
 
 
 class ResourceExhaustedError(PageferryError):
     """No room: a full queue, no pages, a message over its limit."""
 
-    code = "RESOURCE_EXHAUSTED"
-    http_status = 429
-    retryable = True
+    code, http_status, retryable = "RESOURCE_EXHAUSTED", 429, True
 
 
 class UnavailableError(PageferryError):
     """A worker is gone, warming up or draining; another try may find another one."""
 
-    code = "UNAVAILABLE"
-    http_status = 503
-    retryable = True
+    code, http_status, retryable = "UNAVAILABLE", 503, True
 
 
 class AbortedError(PageferryError):
     """A hand-off was broken off."""
 
-    code = "ABORTED"
-    http_status = 503
-    retryable = True
+    code, http_status, retryable = "ABORTED", 503, True
 
 
 class DeadlineExceededError(PageferryError):
     """The caller's deadline has passed."""
 
-    code = "DEADLINE_EXCEEDED"
-    http_status = 504
+    code, http_status = "DEADLINE_EXCEEDED", 504
 
 
 class CancelledError(PageferryError):
     """The caller went away. (Not asyncio's.)"""
 
-    code = "CANCELLED"
-    http_status = 499
+    code, http_status = "CANCELLED", 499
 
 
 class UnimplementedError(PageferryError):
     """Asked for something that this version does not do."""
 
-    code = "UNIMPLEMENTED"
-    http_status = 501
+    code, http_status = "UNIMPLEMENTED", 501
 
 
 class InternalError(PageferryError):
     """Our own fault, such as logits that are not numbers."""
 
-    code = "INTERNAL"
-    http_status = 500
+    code, http_status = "INTERNAL", 500
 
 
 class DataLossError(PageferryError):
     """Bytes do not match their checksum."""
 
-    code = "DATA_LOSS"
-    http_status = 500
-    retryable = True
+    code, http_status, retryable = "DATA_LOSS", 500, True
 
 
 def invalid(field: str, value: object, limit: str, *, reason: str = "INVALID_FIELD") -> InvalidArgumentError:

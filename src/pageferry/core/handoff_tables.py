@@ -61,6 +61,12 @@ class SenderEvent(Enum):
 State = TypeVar("State", TicketState, SenderState)
 Event = TypeVar("Event", TicketEvent, SenderEvent)
 
+# To a peer these are over, and so its events there are late.
+_CLOSED_TICKETS = (TicketState.COMMITTED, TicketState.CONSUMED, TicketState.EXPIRED, TicketState.ABORTED)
+_RECEIVED = (TicketEvent.OPEN, TicketEvent.FRAME, TicketEvent.COMMIT)
+_CLOSED_SENDERS = (SenderState.COMMITTED, SenderState.ABORTED)
+_ANSWERS = (SenderEvent.OPENED, SenderEvent.ACKED, SenderEvent.COMMITTED)
+
 TICKET_TABLE: Mapping[tuple[TicketState, TicketEvent], TicketState | Literal[Outcome.REFUSE]] = {
     (TicketState.RESERVED, TicketEvent.OPEN): TicketState.FILLING,
     (TicketState.RESERVED, TicketEvent.ABORT): TicketState.ABORTED,
@@ -70,24 +76,13 @@ TICKET_TABLE: Mapping[tuple[TicketState, TicketEvent], TicketState | Literal[Out
     (TicketState.FILLING, TicketEvent.COMMIT): TicketState.COMMITTED,
     (TicketState.FILLING, TicketEvent.ABORT): TicketState.ABORTED,
     (TicketState.FILLING, TicketEvent.EXPIRE): TicketState.EXPIRED,
-    (TicketState.COMMITTED, TicketEvent.OPEN): REFUSE,
-    (TicketState.COMMITTED, TicketEvent.FRAME): REFUSE,
-    (TicketState.COMMITTED, TicketEvent.COMMIT): REFUSE,
     (TicketState.COMMITTED, TicketEvent.CONSUME): TicketState.CONSUMED,
     (TicketState.COMMITTED, TicketEvent.ABORT): TicketState.ABORTED,
     (TicketState.COMMITTED, TicketEvent.EXPIRE): TicketState.EXPIRED,
-    (TicketState.CONSUMED, TicketEvent.OPEN): REFUSE,
-    (TicketState.CONSUMED, TicketEvent.FRAME): REFUSE,
-    (TicketState.CONSUMED, TicketEvent.COMMIT): REFUSE,
     (TicketState.CONSUMED, TicketEvent.ABORT): TicketState.CONSUMED,
-    (TicketState.EXPIRED, TicketEvent.OPEN): REFUSE,
-    (TicketState.EXPIRED, TicketEvent.FRAME): REFUSE,
-    (TicketState.EXPIRED, TicketEvent.COMMIT): REFUSE,
     (TicketState.EXPIRED, TicketEvent.ABORT): TicketState.EXPIRED,
-    (TicketState.ABORTED, TicketEvent.OPEN): REFUSE,
-    (TicketState.ABORTED, TicketEvent.FRAME): REFUSE,
-    (TicketState.ABORTED, TicketEvent.COMMIT): REFUSE,
     (TicketState.ABORTED, TicketEvent.ABORT): TicketState.ABORTED,
+    **{(state, event): REFUSE for state in _CLOSED_TICKETS for event in _RECEIVED},
 }
 
 SENDER_TABLE: Mapping[tuple[SenderState, SenderEvent], SenderState | Literal[Outcome.REFUSE]] = {
@@ -110,17 +105,12 @@ SENDER_TABLE: Mapping[tuple[SenderState, SenderEvent], SenderState | Literal[Out
     (SenderState.COMMITTING, SenderEvent.ACKED): SenderState.COMMITTING,
     (SenderState.COMMITTING, SenderEvent.COMMITTED): SenderState.COMMITTED,
     (SenderState.COMMITTING, SenderEvent.ABORT): SenderState.ABORTED,
-    (SenderState.COMMITTED, SenderEvent.OPENED): REFUSE,
-    (SenderState.COMMITTED, SenderEvent.ACKED): REFUSE,
-    (SenderState.COMMITTED, SenderEvent.COMMITTED): REFUSE,
     (SenderState.COMMITTED, SenderEvent.ABORT): SenderState.COMMITTED,
     # Pages go on being computed for a moment after a push broke, so that shipping them is late, not wrong.
-    (SenderState.ABORTED, SenderEvent.OPENED): REFUSE,
     (SenderState.ABORTED, SenderEvent.SHIP): REFUSE,
-    (SenderState.ABORTED, SenderEvent.ACKED): REFUSE,
     (SenderState.ABORTED, SenderEvent.COMMIT): REFUSE,
-    (SenderState.ABORTED, SenderEvent.COMMITTED): REFUSE,
     (SenderState.ABORTED, SenderEvent.ABORT): SenderState.ABORTED,
+    **{(state, event): REFUSE for state in _CLOSED_SENDERS for event in _ANSWERS},
 }
 
 
