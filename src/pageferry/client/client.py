@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.client.request import Message, Options, Prompt, generate_request, tokenize_request
-from pageferry.client.result import Collector, Delta, Result
+from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.errors import from_rpc_error
@@ -23,33 +23,12 @@ if TYPE_CHECKING:  # a type of the stubs only
 _Reply = TypeVar("_Reply")
 
 
-class Generation:
+class Generation(AnyGeneration):
     """One running generation: iterate over its deltas, or await `result()`.
 
     The work starts at once and stops everywhere when it is no longer wanted: on `break`, `aclose`, `cancel`, the end of
     an `async with`, cancellation of the task that iterates, and when this object is dropped.
     """
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._collector = Collector()
-        self._over = False
-        self._cancelled = False
-
-    @property
-    def request_id(self) -> str:
-        """Empty until the router has accepted the request."""
-        return self._collector.started.request_id
-
-    @property
-    def trace_id(self) -> str:
-        """Hex id of the request's trace; empty until the router has accepted the request."""
-        return self._collector.started.trace_id
-
-    @property
-    def text(self) -> str:
-        """What has been read so far."""
-        return self._collector.text
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         """The deltas that have not been read yet; one reader at a time. Raises PageferryError."""
@@ -60,11 +39,6 @@ class Generation:
         async for _ in self:
             pass
         return self._collector.result()
-
-    def cancel(self) -> None:
-        """Stop the work; does nothing once it is over."""
-        self._cancelled = True
-        self._call.cancel()
 
     async def aclose(self) -> None:
         """Stop the work and wait until the call has ended on this side."""
@@ -78,10 +52,6 @@ class Generation:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    def __del__(self) -> None:
-        if not self._over:
-            self._call.cancel()
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
         if self._over:
@@ -100,9 +70,7 @@ class Generation:
             self._cancelled = True
             raise
         finally:
-            self._call.cancel()
-            self._over = True
-            told = self._collector.end(error, cancelled=self._cancelled)
+            told = self._end(error)
         if told is not None:
             raise told
 

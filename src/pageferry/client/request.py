@@ -5,21 +5,13 @@ from typing import Any, TypedDict, cast
 
 from pageferry.core.errors import FieldViolation, InvalidArgumentError
 from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.types_pb2 import SamplingParams
 
 Message = Mapping[str, str]  # {"role": "user", "content": "…"}
 Prompt = str | Sequence[int] | Sequence[Message]  # text as it is, token ids, or a conversation
 
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "logprobs",
-)
+# Options that are fields of these messages, under the same names.
+_SAMPLING = tuple(SamplingParams.DESCRIPTOR.fields_by_name)
 _STOP = ("max_tokens", "min_tokens", "ignore_eos")
 _REQUEST = ("request_id", "model", "priority", "skip_special_tokens")
 

@@ -1,6 +1,7 @@
 """What a client is told: pieces of the output, and the whole with its figures."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from pageferry.core.errors import CancelledError, InternalError, PageferryError
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
@@ -126,6 +127,46 @@ class Collector:
             },
             pages=_pages(finished.pages),
         )
+
+
+class AnyGeneration:
+    """What both kinds of generation have: a call, and what has come of it so far."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._collector = Collector()
+        self._over = False
+        self._cancelled = False
+
+    @property
+    def request_id(self) -> str:
+        """Empty until the router has accepted the request."""
+        return self._collector.started.request_id
+
+    @property
+    def trace_id(self) -> str:
+        """Hex id of the request's trace; empty until the router has accepted the request."""
+        return self._collector.started.trace_id
+
+    @property
+    def text(self) -> str:
+        """What has been read so far."""
+        return self._collector.text
+
+    def cancel(self) -> None:
+        """Stop the work; does nothing once it is over."""
+        self._cancelled = True
+        self._call.cancel()
+
+    def _end(self, error: PageferryError | None) -> PageferryError | None:
+        """The reading is over; returns what the reader must be told, if anything."""
+        self._call.cancel()
+        self._over = True
+        return self._collector.end(error, cancelled=self._cancelled)
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._call.cancel()
 
 
 def _token(token: types.GeneratedToken) -> Token:

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Self, TypeVar, Unpack, cast
 
 import grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.client.request import Message, Options, Prompt, generate_request, tokenize_request
-from pageferry.client.result import Collector, Delta, Result
+from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.channels import KEEPALIVE_OPTIONS
 from pageferry.runtime.errors import from_rpc_error
@@ -19,33 +19,12 @@ from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 _Reply = TypeVar("_Reply")
 
 
-class SyncGeneration:
+class SyncGeneration(AnyGeneration):
     """One running generation: iterate over its deltas, or call `result()`.
 
     The work starts at once and stops everywhere on `break`, `close`, the end of a `with`, or when this object is
     dropped. `cancel` may be called from any thread.
     """
-
-    def __init__(self, call: Any) -> None:
-        self._call = call
-        self._collector = Collector()
-        self._over = False
-        self._cancelled = False
-
-    @property
-    def request_id(self) -> str:
-        """Empty until the router has accepted the request."""
-        return self._collector.started.request_id
-
-    @property
-    def trace_id(self) -> str:
-        """Hex id of the request's trace; empty until the router has accepted the request."""
-        return self._collector.started.trace_id
-
-    @property
-    def text(self) -> str:
-        """What has been read so far."""
-        return self._collector.text
 
     def __iter__(self) -> Iterator[Delta]:
         """The deltas that have not been read yet. Raises PageferryError."""
@@ -62,9 +41,7 @@ class SyncGeneration:
             self._cancelled = True
             raise
         finally:
-            self._call.cancel()
-            self._over = True
-            told = self._collector.end(error, cancelled=self._cancelled)
+            told = self._end(error)
         if told is not None:
             raise told
 
@@ -74,12 +51,9 @@ class SyncGeneration:
             pass
         return self._collector.result()
 
-    def cancel(self) -> None:
-        """Stop the work; does nothing once it is over."""
-        self._cancelled = True
-        self._call.cancel()
-
-    close = cancel
+    def close(self) -> None:
+        """As `cancel`."""
+        self.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -88,9 +62,6 @@ class SyncGeneration:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.cancel()
-
-    def __del__(self) -> None:
-        self._call.cancel()
 
 
 class SyncClient:
