@@ -182,7 +182,7 @@ async def _on_disconnect(request: Request, error: ClientDisconnect) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    log("http_failed", level="error", exc_info=True, path=request.url.path)
+    log("http_failed", level="error", error=error, path=request.url.path)
     return _json(reply.error_body(InternalError("the server failed; see its log")), 500)
 
 

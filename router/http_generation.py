@@ -88,12 +88,10 @@ class GenerationResponse(Response):
                 event = await _next(events)
         except Exception as error:
             # The body is left without its end: the server then closes the connection, and no one takes it for whole.
-            known = (
-                error if isinstance(error, PageferryError) else InternalError("the answer failed", reason="INTERNAL")
-            )
+            if not isinstance(error, PageferryError):
+                log("http_failed", level="error", error=error)
+            known = error if isinstance(error, PageferryError) else InternalError("the answer failed")
             await _send_event(send, reply.error_body(known))
-            if known is not error:
-                raise
             return
         await _send_event(send, builder.closing(event.finished))
         if self._parsed.include_usage:
@@ -104,13 +102,6 @@ class GenerationResponse(Response):
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _known(error: Exception) -> PageferryError:
-    if isinstance(error, PageferryError):
-        return error
-    log("http_stream_failed", level="error", exc_info=True)
-    return InternalError("the server failed; see its log")
 
 
 async def _next(events: Events) -> pb.GenerateResponse:

@@ -251,13 +251,35 @@ async def test_a_body_over_the_limit_is_refused_before_parsing(chunked: bool) ->
     assert not frontend.requests
 
 
-async def test_a_bug_is_a_500_without_its_text() -> None:
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[tuple[str, object]]:
+    return [
+        (record.message, record.pageferry_fields["error"]) for record in caplog.records if record.name == "pageferry"
+    ]
+
+
+async def test_a_bug_in_a_stream_is_an_event_without_its_text_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    frontend = FakeFrontend((*fake.HELLO[:2], RuntimeError("secret prompt")))
+    body = ""
+    async with serving(frontend) as url, httpx.AsyncClient(base_url=url) as client:
+        request = client.build_request("POST", "/v1/completions", json={"prompt": "a", "stream": True})
+        response = await client.send(request, stream=True)
+        with pytest.raises(httpx.RemoteProtocolError):
+            async for text in response.aiter_text():
+                body += text
+        await response.aclose()
+    assert "secret" not in body and "[DONE]" not in body
+    assert json.loads(events_of(body)[-1])["error"]["type"] == "server_error"
+    assert logged_errors(caplog) == [("http_failed", "RuntimeError")]
+
+
+async def test_a_bug_is_a_500_without_its_text_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     app = build_app(FakeFrontend((RuntimeError("secret prompt"),)), CollectorRegistry())
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         response = await client.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 500 and "secret" not in response.text
     assert response.json()["error"]["type"] == "server_error"
+    assert logged_errors(caplog) == [("http_failed", "RuntimeError")]
 
 
 async def test_a_port_in_use_is_named() -> None:
