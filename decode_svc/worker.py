@@ -21,7 +21,7 @@ from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, Fig
 from pageferry.decode_svc.receiving import EngineDesk
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.runtime.convert import finish_to_proto, layout_to_proto, token_to_proto, work_from_proto
-from pageferry.runtime.loop_calls import call_on_loop
+from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import WorkCalls, counted, deadline_of

@@ -9,8 +9,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_Tr
 
 from pageferry.core.config import Config
 from pageferry.core.errors import invalid
-from pageferry.core.model_files import load_config_of, resolve_model
-from pageferry.router.defaults import sampling_defaults
+from pageferry.core.model_files import load_config_of, resolve_model, sampling_defaults
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.http import build_app, serve_http

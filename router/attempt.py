@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
+from pageferry.core.sender import hidden_share
 from pageferry.router.dispatch import Grant
 from pageferry.router.failures import (
     PrefillFailedError,
@@ -19,7 +20,7 @@ from pageferry.router.failures import (
 )
 from pageferry.router.merged_calls import Item, MergedCalls
 from pageferry.router.policy import Source
-from pageferry.router.timings import Timeline
+from pageferry.router.request_span import Timeline
 from pageferry.router.workers import Role, Worker
 from pageferry.v1 import decode_pb2, prefill_pb2, types_pb2 as types
 
@@ -174,8 +175,7 @@ class Attempt:
         self._timeline.transfer_tail_ms = shipped.tail_ms
         pages = self._timeline.pages
         pages.shipped, pages.bytes = shipped.pages, shipped.bytes
-        in_flight_ms = shipped.in_flight_ms
-        pages.hidden = min(1.0, max(0.0, 1 - shipped.tail_ms / in_flight_ms)) if in_flight_ms > 0 else 1.0
+        pages.hidden = hidden_share(shipped.tail_ms, shipped.in_flight_ms)
 
     def _on_completed(self, completed: decode_pb2.Completed) -> None:
         timeline = self._timeline

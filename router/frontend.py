@@ -26,8 +26,7 @@ from pageferry.router.dispatch import Dispatcher, capacity_tokens
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Settings
 from pageferry.router.request import Generation, Serving
-from pageferry.router.request_span import attributes_at_start, describe_request, describe_usage, set_outcome
-from pageferry.router.timings import Timeline
+from pageferry.router.request_span import Timeline, attributes_at_start, describe_request, describe_usage, set_outcome
 from pageferry.router.tokenizer import Tokenizer
 from pageferry.router.workers import Role
 from pageferry.runtime.logs import log

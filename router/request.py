@@ -10,6 +10,7 @@ from opentelemetry.trace import Tracer, get_current_span, use_span
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
+from pageferry.core.sequence import WorkItem
 from pageferry.router.admission import Admitted
 from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.detokenize import TextStream
@@ -18,14 +19,14 @@ from pageferry.router.failures import PrefillFailedError, RefusedError
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Demand
 from pageferry.router.queue import Waiting
-from pageferry.router.timings import Timeline
+from pageferry.router.request_span import Timeline
 from pageferry.router.workers import Role
-from pageferry.runtime.convert import sampling_to_proto, stop_to_proto
+from pageferry.runtime.convert import work_to_proto
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.telemetry import record_span
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Usage, WorkItem
+from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Usage
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 
@@ -167,13 +168,13 @@ class Generation:
         work = WorkItem(
             request_id=admitted.request_id + suffix,
             prompt_ids=admitted.prompt_ids,
-            output_ids=self._output_ids,
-            sampling=sampling_to_proto(admitted.sampling),
-            stop=stop_to_proto(admitted.stop),
+            output_ids=tuple(self._output_ids),
+            sampling=admitted.sampling,
+            stop=admitted.stop,
             priority=admitted.priority,
         )
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        return Attempt(grant, work, self._timeline, timeout_s=timeout_s, in_context=self._in_context)
+        return Attempt(grant, work_to_proto(work), self._timeline, timeout_s=timeout_s, in_context=self._in_context)
 
     def _in_context(self) -> AbstractContextManager[object]:
         return use_span(self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False)

@@ -1,4 +1,9 @@
-"""What the request's own span says."""
+"""What the request's own span says, and where its time goes: its parts as they are learned, for client and span.
+
+Only durations come from workers, since clocks of hosts differ. Times are seconds of the router's monotonic clock.
+"""
+
+from dataclasses import dataclass, field
 
 import grpc
 from opentelemetry.trace import Span, Status, StatusCode
@@ -6,7 +11,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from pageferry.core.errors import PageferryError
 from pageferry.router.admission import Admitted
 from pageferry.runtime.trace_store import REQUEST_ID
-from pageferry.v1.inference_pb2 import GenerateRequest
+from pageferry.v1.inference_pb2 import GenerateRequest, HandoffStats, Timings
 from pageferry.v1.types_pb2 import FinishReason, Usage
 
 
@@ -62,3 +67,78 @@ def set_outcome(span: Span, outcome: FinishReason | PageferryError) -> str:
     span.set_attribute("pageferry.reason", outcome.reason)
     span.set_status(Status(StatusCode.ERROR, outcome.code))
     return outcome.code.lower()
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Filled by a request's tries as they go; what a failed try took is in no part but the remainder."""
+
+    arrival: float
+    tokenize_s: float = 0.0
+    queue_s: float = 0.0
+    reserve_s: float = 0.0
+    prefill_queue_ms: float = 0.0
+    prefill_ms: float = 0.0
+    transfer_tail_ms: float = 0.0
+    decode_queue_ms: float = 0.0
+    first_step_ms: float = 0.0  # from the commit to the decode worker's first own token
+    first_token: float | None = None
+    second_token: float | None = None
+    last_token: float | None = None
+    num_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that were not computed
+    pages: HandoffStats = field(default_factory=HandoffStats)
+
+    def note_tokens(self, now: float, num_tokens: int) -> float | None:
+        """Tokens have come; returns the gap to the ones before, None for the first."""
+        gap = None if self.last_token is None else now - self.last_token
+        if self.first_token is None:
+            self.first_token = now
+            if num_tokens > 1:
+                self.second_token = now
+        elif self.second_token is None:
+            self.second_token = now
+        self.last_token = now
+        self.num_tokens += num_tokens
+        return gap
+
+    @property
+    def ttft_s(self) -> float:
+        return 0.0 if self.first_token is None else self.first_token - self.arrival
+
+    def to_proto(self, now: float) -> Timings:
+        known_ms = (self.tokenize_s + self.queue_s + self.reserve_s) * 1000 + self.prefill_queue_ms + self.prefill_ms
+        ttft_ms = self.ttft_s * 1000
+        return Timings(
+            tokenize_ms=self.tokenize_s * 1000,
+            queue_ms=self.queue_s * 1000,
+            reserve_ms=self.reserve_s * 1000,
+            prefill_queue_ms=self.prefill_queue_ms,
+            prefill_ms=self.prefill_ms,
+            delivery_ms=max(0.0, ttft_ms - known_ms),
+            ttft_ms=ttft_ms,
+            transfer_tail_ms=self.transfer_tail_ms,
+            decode_queue_ms=self.decode_queue_ms,
+            total_ms=((self.last_token or now) - self.arrival) * 1000,
+        )
+
+    def describe(self, span: Span, now: float) -> None:
+        """Put the parts of the time to first token, and those of the second token's gap, on the request's span."""
+        if self.first_token is None:
+            return
+        timings = self.to_proto(now)
+        span.set_attribute("gen_ai.server.time_to_first_token", self.ttft_s)
+        for part in ("tokenize", "queue", "reserve", "prefill_queue", "prefill", "delivery"):
+            span.set_attribute(f"pageferry.ttft.{part}_ms", getattr(timings, f"{part}_ms"))
+        if self.last_token is not None and self.num_tokens > 1:
+            per_token_s = (self.last_token - self.first_token) / (self.num_tokens - 1)
+            span.set_attribute("gen_ai.server.time_per_output_token", per_token_s)
+        if self.second_token is not None:
+            span.set_attribute("pageferry.second_token.gap_ms", (self.second_token - self.first_token) * 1000)
+            span.set_attribute("pageferry.second_token.transfer_tail_ms", self.transfer_tail_ms)
+            span.set_attribute("pageferry.second_token.decode_queue_ms", self.decode_queue_ms)
+            first_step_ms = max(0.0, self.first_step_ms - self.decode_queue_ms)
+            span.set_attribute("pageferry.second_token.first_step_ms", first_step_ms)
+        if self.pages.shipped or self.pages.cached:
+            for name in ("shipped", "cached", "bytes", "hidden"):
+                span.set_attribute(f"pageferry.pages.{name}", getattr(self.pages, name))

@@ -6,7 +6,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Self
 
 from pageferry.core.errors import AbortedError, UnavailableError
@@ -101,9 +100,7 @@ class Supervisor:
         self._keepers = [asyncio.create_task(self._keep(child)) for child in self._children]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.drain()
 
     @property

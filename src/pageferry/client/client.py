@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
@@ -48,9 +47,7 @@ class Generation(AnyGeneration):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def _deltas(self) -> AsyncGenerator[Delta, None]:
@@ -89,9 +86,7 @@ class Client:
         self._channel = open_channel(self.address, trace.get_tracer("pageferry.client"))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -1,7 +1,6 @@
 """The client without asyncio: the same calls, blocking."""
 
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import Self, TypeVar, Unpack, cast
 
 import grpc
@@ -58,9 +57,7 @@ class SyncGeneration(AnyGeneration):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cancel()
 
 
@@ -79,9 +76,7 @@ class SyncClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

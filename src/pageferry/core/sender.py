@@ -17,9 +17,12 @@ class HandoffStats:
 
     @property
     def hidden(self) -> float:
-        if self.in_flight_s <= 0:
-            return 1.0
-        return min(1.0, max(0.0, 1 - self.tail_s / self.in_flight_s))
+        return hidden_share(self.tail_s, self.in_flight_s)
+
+
+def hidden_share(tail: float, in_flight: float) -> float:
+    """The share of a transfer that went on behind compute, from the same unit of time twice."""
+    return min(1.0, max(0.0, 1 - tail / in_flight)) if in_flight > 0 else 1.0
 
 
 class Sender:

@@ -12,7 +12,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Tracer
 
-from pageferry.runtime.loop_calls import call_on_loop
+from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.rpc_spans import client_span_name, end_span, inject_context, rpc_attributes
 
 # Both ends ping a silent connection this often, and servers tolerate pings three times as often: one that tolerated

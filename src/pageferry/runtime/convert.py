@@ -18,7 +18,7 @@ _FORMATS = {
 _FORMATS_BACK: dict[int, PageFormat] = {value: key for key, value in _FORMATS.items()}
 _LAYOUT_FIELDS = ("fingerprint", "page_size", "num_layers", "num_kv_heads", "head_dim", "version")
 # Those that have the same name in the core and in the contract.
-SAMPLING_FIELDS: tuple[Any, ...] = (
+_SAMPLING_FIELDS: tuple[Any, ...] = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
@@ -50,22 +50,11 @@ def layout_from_proto(message: pb.PageLayout) -> PageLayout:
     return layout
 
 
-def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
-    values = {name: getattr(sampling, name) for name in SAMPLING_FIELDS}
-    return pb.SamplingParams(**values, logprobs=sampling.num_logprobs)
-
-
 def sampling_from_proto(message: pb.SamplingParams, defaults: Mapping[str, float] | None = None) -> SamplingParams:
     """A field that is absent takes its default, or else the contract's own."""
-    given = {name: getattr(message, name) for name in SAMPLING_FIELDS if message.HasField(name)}
+    given = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
     num_logprobs = message.logprobs if message.HasField("logprobs") else None
     return SamplingParams(**{**(defaults or {}), **given}, num_logprobs=num_logprobs)
-
-
-def stop_to_proto(stop: StopParams) -> pb.StopConditions:
-    return pb.StopConditions(
-        max_tokens=stop.max_tokens, min_tokens=stop.min_tokens, stop_token_ids=sorted(stop.stop_token_ids)
-    )
 
 
 def stop_from_proto(message: pb.StopConditions) -> StopParams:
@@ -75,12 +64,15 @@ def stop_from_proto(message: pb.StopConditions) -> StopParams:
 
 
 def work_to_proto(work: WorkItem) -> pb.WorkItem:
+    sampling, stop = work.sampling, work.stop
+    values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
+    stop_token_ids = sorted(stop.stop_token_ids)
     return pb.WorkItem(
         request_id=work.request_id,
         prompt_ids=work.prompt_ids,
         output_ids=work.output_ids,
-        sampling=sampling_to_proto(work.sampling),
-        stop=stop_to_proto(work.stop),
+        sampling=pb.SamplingParams(**values, logprobs=sampling.num_logprobs),
+        stop=pb.StopConditions(max_tokens=stop.max_tokens, min_tokens=stop.min_tokens, stop_token_ids=stop_token_ids),
         choice=work.choice,
         priority=work.priority,
         cache_salt=work.cache_salt,

@@ -6,14 +6,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 from pageferry.core.errors import UnavailableError
-from pageferry.runtime.loop_calls import call_on_loop
 
 E = TypeVar("E")
 T = TypeVar("T")
+Arguments = TypeVarTuple("Arguments")
 
 # The event loop gets the interpreter back this soon while a step runs Python code.
 SWITCH_INTERVAL_S = 0.0005
@@ -177,3 +178,11 @@ def _settle(answers: list[_Answer]) -> None:
 
 def _stopped() -> UnavailableError:
     return UnavailableError("the engine has stopped", reason="ENGINE_STOPPED")
+
+
+def call_on_loop(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[*Arguments], object], *arguments: *Arguments
+) -> None:
+    """Run the callback on the loop, soon, from any thread; nothing happens once the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, *arguments)

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -21,10 +20,10 @@ from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
+from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.frames import describe_pages, describe_timing, read_frames
 from pageferry.runtime.logs import log
-from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
@@ -140,9 +139,7 @@ class PushClient:
         self._span = self._parts.tracer.start_span(PUSH_SPAN, kind=SpanKind.CLIENT, attributes=attributes)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         try:
             self.abort()
             if self._reader is not None:

@@ -14,8 +14,8 @@ from pageferry.core.layout import PageLayout, PageSink
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
 from pageferry.runtime.convert import layout_from_proto, token_from_proto
+from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.frames import check_payload, describe_pages
-from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
 MAX_UNCOPIED_FRAMES = 8

@@ -13,9 +13,8 @@ from opentelemetry.trace import Tracer
 
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, invalid
-from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.engine_thread import EngineThread, call_on_loop
 from pageferry.runtime.logs import log
-from pageferry.runtime.loop_calls import call_on_loop
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
