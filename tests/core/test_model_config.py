@@ -117,6 +117,7 @@ def test_what_distinguishes_the_architectures() -> None:
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"head_dim": 15}, "head_dim is 15, must be even"),
+        ({"num_hidden_layers": 10**12}, "num_layers is 1000000000000, must be at most 1000"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "foo"}}, "rope_type is 'foo', supported are default, linear, llama3"),

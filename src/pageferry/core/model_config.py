@@ -11,6 +11,7 @@ from pageferry.core.gguf import GgufFile
 HF_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _MAX_HEAD_DIM = 512
+_MAX_LAYERS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class ModelConfig:
             raise invalid("num_kv_heads", self.num_kv_heads, f"must divide num_heads, {self.num_heads}")
         if self.head_dim % 2 or not 2 <= self.head_dim <= _MAX_HEAD_DIM:
             raise invalid("head_dim", self.head_dim, f"must be even and from 2 to {_MAX_HEAD_DIM}")
+        if self.num_layers > _MAX_LAYERS:
+            raise invalid("num_layers", self.num_layers, f"must be at most {_MAX_LAYERS}")
         for token_id in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
             if not 0 <= token_id < self.vocab_size:
                 raise invalid("bos or eos token id", token_id, f"must be from 0 to {self.vocab_size - 1}")
