@@ -133,6 +133,10 @@ def test_the_command_line_generates_and_shows_status(split: Cluster) -> None:
     assert {"prompt_tokens", "completion_tokens", "cached_tokens"} == answer["usage"].keys()
     assert {"queue", "prefill", "transfer_tail", "ttft", "total"} <= answer["timings_ms"].keys()
     assert {"format", "shipped", "cached", "bytes"} <= answer["pages"].keys()
+    status = pageferry("status", "--json", "--address", split.address)
+    assert status.returncode == 0, status.stderr
+    workers = json.loads(status.stdout)["workers"]
+    assert [worker["role"] for worker in workers] == ["prefill", "decode", "decode"]
     shown = pageferry("trace", answer["trace_id"], "--address", split.address)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.count("kv.push") == 2
