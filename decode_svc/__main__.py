@@ -11,16 +11,15 @@ from pageferry.core.limits import ModelLimits
 from pageferry.core.pool import PagePool
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
-from pageferry.runtime.model_worker import LoadedEngine, ModelMain
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.worker_process import WorkerParts, advertised_host
+from pageferry.runtime.worker_process import LoadedEngine, WorkerMain, WorkerParts, advertised_host
 from pageferry.v1.decode_pb2 import DecodeRequest
 from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pageferry.v1.page_pb2_grpc import PageServiceServicer, add_PageServiceServicer_to_server
 from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE
 
 
-class DecodeMain(ModelMain[DecodeWorker], DecodeServiceServicer, PageServiceServicer):
+class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceServicer):
     """A decode worker's process, and its DecodeService and PageService."""
 
     name = "decode"

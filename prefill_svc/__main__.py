@@ -12,16 +12,15 @@ from pageferry.prefill_svc.shipping import DecodeChannels
 from pageferry.prefill_svc.step import PrefillStep
 from pageferry.prefill_svc.worker import PrefillWorker
 from pageferry.runtime.channels import open_channel
-from pageferry.runtime.model_worker import LoadedEngine, ModelMain
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.worker_process import WorkerParts
+from pageferry.runtime.worker_process import LoadedEngine, WorkerMain, WorkerParts
 from pageferry.v1.prefill_pb2 import PrefillRequest
 from pageferry.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from pageferry.v1.worker_pb2 import WORKER_ROLE_PREFILL
 
 
-class PrefillMain(ModelMain[PrefillWorker], PrefillServiceServicer):
+class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
     """A prefill worker's process, and its PrefillService."""
 
     name = "prefill"

@@ -4,29 +4,39 @@ import asyncio
 import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from opentelemetry.trace import Tracer
 
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, invalid
+from pageferry.core.layout import PageLayout, PageSink, PageSource
+from pageferry.core.limits import ModelLimits
+from pageferry.core.model_config import ModelConfig
+from pageferry.core.plan import Runner
+from pageferry.core.pool import PagePool
+from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.engine_thread import EngineThread, call_on_loop
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.process import run_service
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
+from pageferry.runtime.work_calls import WorkCalls, loading
 from pageferry.runtime.worker_hub import WorkerHub
-from pageferry.v1.worker_pb2 import Snapshot
+from pageferry.v1.worker_pb2 import Snapshot, WorkerRole
 from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
 INCARNATION_BYTES = 16
 _FAILED_CALLS_S = 1.0  # for calls to take the news that the engine failed
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 T = TypeVar("T")
+Worker = TypeVar("Worker", bound=WorkCalls[Any, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,29 +52,103 @@ class WorkerParts:
     clock: Callable[[], float] = time.monotonic
 
 
-class WorkerMain(Protocol):
-    """One kind of worker."""
+class PageStore(PageSource, PageSink, Protocol):
+    """A pool's bytes."""
+
+
+class LoadedEngine(Protocol):
+    """A loaded model with its pool; what `engine.load` makes."""
+
+    @property
+    def layout(self) -> PageLayout: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def runner(self) -> Runner: ...
+    @property
+    def model_config(self) -> ModelConfig: ...
+    @property
+    def pages(self) -> PageStore: ...
+    @property
+    def memory_report(self) -> dict[str, int]: ...
+    def warm_up(self) -> None: ...
+
+
+class WorkerMain(ABC, Generic[Worker]):
+    """One kind of worker; its services refuse calls until `ready` is set, when the model is there."""
 
     name: str
+    role: WorkerRole
 
+    def __init__(self) -> None:
+        self.ready: Worker | None = None
+        self._loaded: Worker | None = None
+        self._snapshot = Snapshot()
+        self._publisher: Publisher | None = None
+
+    @abstractmethod
     def register(self, server: GrpcServer) -> None:
-        """Add the services; until `load` is done they refuse calls."""
-        ...
+        """Add the services."""
+
+    @abstractmethod
+    def load_engine(self, config: Config, progress: Callable[[str], None]) -> LoadedEngine:
+        """Blocks; on a thread of its own."""
+
+    @abstractmethod
+    def join(self, engine: LoadedEngine, pool: PagePool, limits: ModelLimits, parts: WorkerParts) -> Worker:
+        """The worker, not started yet."""
+
+    @abstractmethod
+    def chunk_tokens(self, config: Config) -> int:
+        """Most prompt tokens of one step."""
+
+    @property
+    def worker(self) -> Worker:
+        """UnavailableError until the model is there."""
+        if self.ready is None:
+            raise loading()
+        return self.ready
 
     async def load(self, parts: WorkerParts) -> EngineThread[Any]:
         """Load the model, warm up, and let the services serve."""
-        ...
+        scheduler = parts.config.scheduler
+        engine = await in_background(lambda: self.load_engine(parts.config, lambda text: log("loading", progress=text)))
+        log("memory", pages=engine.num_pages, bytes=engine.memory_report)
+        limits = ModelLimits(engine.model_config.vocab_size, engine.model_config.max_positions)
+        self._loaded = worker = self.join(engine, PagePool(engine.num_pages), limits, parts)
+        worker.start()
+        log("loading", progress="warming up")
+        await worker.engine.call(engine.warm_up)
+        self._snapshot = Snapshot(
+            role=self.role,
+            layout=layout_to_proto(engine.layout),
+            model=engine.model_config.name,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_tokens=limits.max_model_tokens,
+            chunk_tokens=self.chunk_tokens(parts.config),
+        )
+        self.ready, self._publisher = worker, parts.publisher
+        return worker.engine
 
     def snapshot(self) -> Snapshot:
         """All but the cached hashes. Raises UnavailableError until `load` is done."""
-        ...
+        if self._publisher is None:
+            raise loading()
+        self._snapshot.load.CopyFrom(self._publisher.load)
+        return self._snapshot
 
     async def close(self) -> None:
         """After the server's end, whether or not `load` is done."""
-        ...
+        if self._loaded is not None:
+            await self._loaded.stop()
+
+    @classmethod
+    def run(cls) -> int:
+        """The process's main function; its exit code."""
+        return run_service(lambda config, stop: serve_worker(config, stop, cls()), name=cls.name)
 
 
-async def serve_worker(config: Config, stop: asyncio.Event, main: WorkerMain) -> int:
+async def serve_worker(config: Config, stop: asyncio.Event, main: WorkerMain[Any]) -> int:
     """Run a worker until `stop`. Raises what keeps it from serving."""
     log("starting", config=config.describe())
     tracing = configure_tracing(f"pageferry-{main.name}", config.telemetry)
@@ -82,7 +166,7 @@ async def serve_worker(config: Config, stop: asyncio.Event, main: WorkerMain) ->
 async def _serve(
     config: Config,
     stop: asyncio.Event,
-    main: WorkerMain,
+    main: WorkerMain[Any],
     server: GrpcServer,
     tracer: Tracer,
     executor: ThreadPoolExecutor,
