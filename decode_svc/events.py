@@ -6,17 +6,7 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.runtime.reports import Report
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkDone:
-    """Prompt tokens, or tokens of a preempted sequence, were computed here."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-    started: float
-    ended: float
+from pageferry.runtime.worker_step import ChunkDone
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +49,5 @@ class HandoffEnded:
     error: PageferryError
 
 
-Event = Emitted | ChunkDone | Completed | Failed | HandoffEnded | Report
+OwnEvent = Emitted | ChunkDone | Completed | Failed | HandoffEnded
+Event = OwnEvent | Report

@@ -7,13 +7,12 @@ from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, ResourceExhaustedError
 from pageferry.core.handoff import TicketTable
 from pageferry.core.layout import PageLayout
-from pageferry.core.plan import Ended, Output, Plan, Runner, SampledToken
+from pageferry.core.plan import Ended, Output, Plan, Runner, SampledToken, StepResult
 from pageferry.core.pool import PagePool
 from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.desk import DeskActions, TicketDesk
-from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, Figures, HandoffEnded
-from pageferry.runtime.reports import Reporter
-from pageferry.v1.inference_pb2 import WorkerLoad
+from pageferry.decode_svc.events import Completed, Failed, Figures, HandoffEnded, OwnEvent
+from pageferry.runtime.worker_step import ChunkDone, WorkerStep
 
 RESERVE_RETRY_MS = 50
 
@@ -28,8 +27,8 @@ class _Job:
     forward_s: float = 0.0
 
 
-class DecodeStep:
-    """The engine thread's stepper. Every method runs on that thread."""
+class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
+    """A decode worker's, with the tickets of its hand-offs."""
 
     def __init__(
         self,
@@ -40,22 +39,17 @@ class DecodeStep:
         layout: PageLayout,
         clock: Callable[[], float],
     ) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._clock = clock
+        super().__init__(scheduler, pool, runner, clock, lambda: self.desk.num_live)
         actions = DeskActions(self._activate, self._fail, lambda push, error: self._emit(HandoffEnded(push, error)))
         self.desk = TicketDesk(tickets, pool, layout, actions)
         self._jobs: dict[Sequence, _Job] = {}
-        self._pending: list[Event] = []  # of commands, for the next step to hand on
-        self._reporter = Reporter(pool, scheduler, lambda: self.desk.num_live)
 
     def reserve(self, sequence: Sequence, ticket_id: bytes) -> None:
         """Hold pages for a prompt that comes from a prefill worker, and issue the ticket to fill them.
 
         `ticket_id` is 16 random bytes. Raises ResourceExhaustedError, with nothing changed, where there is no room now.
         """
-        now = self._check_deadline(sequence)
-        self._reporter.mark_changed()
+        now = self._accept(sequence)
         if not self._scheduler.reserve(sequence, now):
             raise ResourceExhaustedError(
                 f"no room for the {len(sequence.token_ids)} tokens of the prompt now",
@@ -67,10 +61,9 @@ class DecodeStep:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a prompt that is computed here."""
-        now = self._check_deadline(sequence)
+        now = self._accept(sequence)
         self._scheduler.add(sequence, now)
         self._jobs[sequence] = _Job(now)
-        self._reporter.mark_changed()
 
     def abort(self, sequence: Sequence, error: PageferryError) -> Figures | None:
         """Forget a sequence in any state, without an event; idempotent. `error` is what a push under way is told.
@@ -84,30 +77,14 @@ class DecodeStep:
         self._reporter.mark_changed()
         return figures
 
-    def load(self) -> WorkerLoad:
-        return self._reporter.load()
-
-    def step(self, now: float) -> list[Event]:
-        for ended in self._scheduler.expire(now):  # first, so that a deadline isn't reported as a lost lease
-            self._end(ended, now)
+    def _expire(self, now: float) -> None:
         self.desk.expire(now)
-        plan = self._scheduler.schedule(now)
-        if plan is not None:
-            self._run(plan)
-        events, self._pending = self._pending, []
-        if events:
-            self._reporter.mark_changed()
-        return events + self._reporter.take(self._clock())
 
-    def next_wakeup(self, now: float) -> float:
-        waits = (self._scheduler.next_wakeup(now), self.desk.wait(now), self._reporter.wait(now))
-        return 0.0 if self._pending else min(wait for wait in waits if wait is not None)
+    def _next_expiry(self, now: float) -> float | None:
+        return self.desk.wait(now)
 
-    def _run(self, plan: Plan) -> None:
-        started = self._clock()
+    def _apply(self, plan: Plan, result: StepResult, started: float, ended: float) -> None:
         self._reporter.num_preemptions += len(plan.preempted)
-        result = self._runner.run(plan)
-        ended = self._clock()
         num_prefill = 0
         for chunk in plan.chunks:
             job = self._jobs[chunk.sequence]
@@ -163,15 +140,8 @@ class DecodeStep:
             num_cached=sequence.num_cached,
         )
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: OwnEvent) -> None:
         self._pending.append(event)
-
-    def _check_deadline(self, sequence: Sequence) -> float:
-        """The time now. Raises DeadlineExceededError, before any work, where the deadline has passed."""
-        now = self._clock()
-        if sequence.deadline is not None and sequence.deadline <= now:
-            raise DeadlineExceededError("the deadline passed before the request was accepted")
-        return now
 
 
 def _error(ended: Ended) -> PageferryError:

@@ -17,7 +17,7 @@ from pageferry.core.layout import PageSink
 from pageferry.core.limits import ModelLimits
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import Sequence
-from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, Figures, HandoffEnded
+from pageferry.decode_svc.events import Completed, Event, Failed, Figures, HandoffEnded
 from pageferry.decode_svc.receiving import EngineDesk
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.runtime.convert import finish_to_proto, layout_to_proto, token_to_proto, work_from_proto
@@ -25,6 +25,7 @@ from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import WorkCalls, counted, deadline_of
+from pageferry.runtime.worker_step import ChunkDone
 from pageferry.v1 import decode_pb2 as pb
 
 
@@ -165,8 +166,7 @@ class DecodeWorker(WorkCalls[_Call, Event]):
                 call.tokens.append(event)
                 call.num_emitted += 1
             case ChunkDone():
-                attributes = {"pageferry.chunk.start": event.start, "pageferry.chunk.tokens": event.num_tokens}
-                self._spans.record("prefill.chunk", call.parent, event.started, event.ended, attributes)
+                self._record_chunk(call.parent, event)
                 return
             case Completed():
                 call.end = event

@@ -16,11 +16,12 @@ from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats
 from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
-from pageferry.prefill_svc.step import ChunkDone, Drawn, Event, Failed, PrefillStep
+from pageferry.prefill_svc.step import Drawn, Event, Failed, PrefillStep
 from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_to_proto, work_from_proto
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import WorkCalls, counted, deadline_of
+from pageferry.runtime.worker_step import ChunkDone
 from pageferry.v1.prefill_pb2 import (
     FirstToken,
     HandoffTarget,
@@ -154,8 +155,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         if call.first_chunk is None:
             call.first_chunk = chunk.started
             self._spans.record("prefill.queue", call.parent, call.sequence.arrival, chunk.started, {})
-        attributes = {"pageferry.chunk.start": chunk.start, "pageferry.chunk.tokens": chunk.num_tokens}
-        self._spans.record("prefill.chunk", call.parent, chunk.started, chunk.ended, attributes)
+        self._record_chunk(call.parent, chunk)
         if call.shipment is not None:
             call.shipment.add(chunk.pages)
 

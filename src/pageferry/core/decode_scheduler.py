@@ -5,18 +5,18 @@ from functools import partial
 from itertools import takewhile
 from operator import is_not
 
-from pageferry.core.chunks import LocalPrefill, end_step, start_step
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import PageLayout
-from pageferry.core.page_tables import Claim, PageTables
+from pageferry.core.page_tables import Claim
 from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, SampleFailure, StepResult
 from pageferry.core.pool import PagePool
 from pageferry.core.preemption import choose_victims, margin, max_positions, num_growth, running_order, waiting_order
+from pageferry.core.scheduler import LocalPrefill, Scheduler, end_step, start_step
 from pageferry.core.sequence import Sequence, SequenceStatus
-from pageferry.core.sequence_queues import RETRY_S, DeadlineQueue, SequenceQueue
+from pageferry.core.sequence_queues import RETRY_S, SequenceQueue
 
 
-class DecodeScheduler:
+class DecodeScheduler(Scheduler):
     """Steps every running sequence by one token, and beside them computes prompts in short chunks.
 
     A sequence comes in by `add`, its prompt to be computed here, or by `reserve` and, once its pages are received,
@@ -27,20 +27,12 @@ class DecodeScheduler:
     """
 
     def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
-        self._config = config
-        self._tables = PageTables(pool, layout, prefix_cache=config.prefix_cache)
+        super().__init__(config, pool, layout)  # those that wait are in `waiting_order`
         self._prefill = LocalPrefill(config, self._tables)
-        self._waiting = SequenceQueue()  # by priority, preempted ones first, arrival
         self._running = SequenceQueue()  # by priority, arrival
         self._receiving: set[Sequence] = set()
-        self._deadlines = DeadlineQueue()
         self._preempted: list[Sequence] = []  # since the last plan
         self._lacks_room = False  # whether the first that waits did, at the last step
-        self._is_blocked = False
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -118,27 +110,10 @@ class DecodeScheduler:
         """Record what the plan's run gave. Sequences that ended hold no pages any more."""
         return self._emit(end_step(plan, result, self._tables), now)
 
-    def abort(self, sequence: Sequence) -> None:
-        """Drop the sequence, whatever its state, and free what it holds; again does nothing."""
-        if sequence.status is not SequenceStatus.FINISHED:
-            self._end(sequence)
-
-    def expire(self, now: float) -> tuple[Ended, ...]:
-        """Drop the sequences whose deadline has passed."""
-        expired = self._deadlines.expired(now)
-        for sequence in expired:
-            self._end(sequence)
-        return tuple(Ended(sequence, failure="deadline") for sequence in expired)
-
-    def next_wakeup(self, now: float) -> float | None:
-        """Seconds until `expire` and `schedule` have something to do; None: not before something is added."""
-        times = []
-        if self._running or self._waiting:
-            times.append(RETRY_S if self._is_blocked else 0.0)
-        deadline = self._deadlines.next_deadline()
-        if deadline is not None:
-            times.append(max(0.0, deadline - now))
-        return min(times, default=None)
+    def _next_work(self, now: float) -> float | None:
+        if not self._running and not self._waiting:
+            return None
+        return RETRY_S if self._is_blocked else 0.0
 
     def _emit(self, samples: Iterable[tuple[Sequence, SampledToken | SampleFailure]], now: float) -> Output:
         emitted, ended = [], []

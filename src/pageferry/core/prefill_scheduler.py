@@ -2,17 +2,16 @@
 
 from collections import deque
 
-from pageferry.core.chunks import end_step, prefill_order, prompt_chunk, start_step
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import PageLayout
-from pageferry.core.page_tables import PageTables
 from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, StepResult
 from pageferry.core.pool import PagePool
+from pageferry.core.scheduler import Scheduler, end_step, prefill_order, prompt_chunk, start_step
 from pageferry.core.sequence import Sequence, SequenceStatus
-from pageferry.core.sequence_queues import RETRY_S, DeadlineQueue, Key, SequenceQueue
+from pageferry.core.sequence_queues import RETRY_S, Key
 
 
-class PrefillScheduler:
+class PrefillScheduler(Scheduler):
     """Shares each step's `chunk_tokens` over the prompts that have the least left; long ones gain by waiting.
 
     A prompt takes all its pages when it starts, so that prompts that have started can always finish. It ends here with
@@ -21,18 +20,10 @@ class PrefillScheduler:
     """
 
     def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
-        self._config = config
-        self._tables = PageTables(pool, layout, prefix_cache=config.prefix_cache)
-        self._waiting = SequenceQueue()
+        super().__init__(config, pool, layout)
         self._waiting_tokens = 0
         self._running: dict[Sequence, None] = {}
-        self._deadlines = DeadlineQueue()
         self._window_start = 0.0
-        self._is_blocked = False
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def num_running(self) -> int:
@@ -99,29 +90,12 @@ class PrefillScheduler:
             self._end(sequence)
         return Output(tuple(emitted), tuple(ended))
 
-    def abort(self, sequence: Sequence) -> None:
-        """Drop the sequence, whatever its state, and free what it holds; again does nothing."""
-        if sequence.status is not SequenceStatus.FINISHED:
-            self._end(sequence)
-
-    def expire(self, now: float) -> tuple[Ended, ...]:
-        """Drop the sequences whose deadline has passed."""
-        expired = self._deadlines.expired(now)
-        for sequence in expired:
-            self._end(sequence)
-        return tuple(Ended(sequence, failure="deadline") for sequence in expired)
-
-    def next_wakeup(self, now: float) -> float | None:
-        """Seconds until `expire` and `schedule` have something to do; None: not before something is added."""
+    def _next_work(self, now: float) -> float | None:
         if self._running:
             return 0.0
-        times = []
-        if self._waiting:
-            times.append(RETRY_S if self._is_blocked else max(0.0, self._window_left(now)))
-        deadline = self._deadlines.next_deadline()
-        if deadline is not None:
-            times.append(max(0.0, deadline - now))
-        return min(times, default=None)
+        if not self._waiting:
+            return None
+        return RETRY_S if self._is_blocked else max(0.0, self._window_left(now))
 
     def _order(self, sequence: Sequence, num_remaining: int) -> Key:
         return prefill_order(sequence, num_remaining, self._config.ageing_tokens_per_s)

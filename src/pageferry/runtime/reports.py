@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from pageferry.core.load import ReportTimer, Smoothed
 from pageferry.core.pool import PagePool
+from pageferry.core.scheduler import Scheduler
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.v1.inference_pb2 import WorkerLoad
@@ -29,28 +29,15 @@ class CacheReport:
 Report = LoadReport | CacheReport
 
 
-class Queues(Protocol):
-    """What a scheduler says of its load."""
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def queued_prompt_tokens(self) -> int: ...
-
-
 class Reporter:
     """Counts what steps have done, and makes reports of it, on the engine's thread."""
 
-    def __init__(self, pool: PagePool, queues: Queues, num_tickets: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, pool: PagePool, scheduler: Scheduler, num_tickets: Callable[[], int] = lambda: 0) -> None:
         self.num_generated = 0
         self.num_preemptions = 0
         self._num_prefilled = 0
         self._pool = pool
-        self._queues = queues
+        self._scheduler = scheduler
         self._num_tickets = num_tickets
         self._timer = ReportTimer()
         self._rate = Smoothed()
@@ -81,17 +68,17 @@ class Reporter:
         return reports
 
     def load(self) -> WorkerLoad:
-        pool, queues = self._pool, self._queues
+        pool, scheduler = self._pool, self._scheduler
         return WorkerLoad(
-            waiting=queues.num_waiting,
-            running=queues.num_running,
+            waiting=scheduler.num_waiting,
+            running=scheduler.num_running,
             tickets=self._num_tickets(),
             pages_total=pool.num_pages,
             pages_free=pool.num_free,
             pages_cached=pool.num_cached,
             pages_reserved=pool.num_reserved,
             pages_resident=pool.num_resident,
-            queued_prompt_tokens=queues.queued_prompt_tokens,
+            queued_prompt_tokens=scheduler.queued_prompt_tokens,
             prefill_tokens_per_s=self._rate.value,
             step_s=self._step_s.value,
             preemptions=self.num_preemptions,

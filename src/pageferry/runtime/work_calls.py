@@ -19,6 +19,7 @@ from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.telemetry import record_span
+from pageferry.runtime.worker_step import ChunkDone
 
 Call = TypeVar("Call")
 Event = TypeVar("Event")
@@ -60,6 +61,10 @@ class WorkCalls(ABC, Generic[Call, Event]):
         error = UnavailableError(f"the worker's engine failed: {type(failure).__name__}", reason="ENGINE_FAILED")
         for call in self._calls.values():
             self._fail(call, error)
+
+    def _record_chunk(self, parent: Context, chunk: ChunkDone) -> None:
+        attributes = {"pageferry.chunk.start": chunk.start, "pageferry.chunk.tokens": chunk.num_tokens}
+        self._spans.record("prefill.chunk", parent, chunk.started, chunk.ended, attributes)
 
     def _log(self, event: str, sequence: Sequence, error: PageferryError) -> None:
         request_id = sequence.work.request_id

@@ -1,13 +1,69 @@
-"""What schedulers do with chunks: how long one is, what a plan of them needs, and what a step has changed."""
+"""What schedulers have in common, and what they do with chunks: their lengths, their plan, what a step has changed."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 from pageferry.core.config import SchedulerConfig
+from pageferry.core.layout import PageLayout
 from pageferry.core.page_tables import PageTables
-from pageferry.core.plan import Chunk, Plan, SampledToken, SampleFailure, StepResult
-from pageferry.core.pool import PageId
+from pageferry.core.plan import Chunk, Ended, Plan, SampledToken, SampleFailure, StepResult
+from pageferry.core.pool import PageId, PagePool
 from pageferry.core.sequence import Sequence, SequenceStatus
-from pageferry.core.sequence_queues import Key
+from pageferry.core.sequence_queues import DeadlineQueue, Key, SequenceQueue
+
+
+class Scheduler(ABC):
+    """What both schedulers keep, and how a sequence leaves them before its end."""
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
+        self._config = config
+        self._tables = PageTables(pool, layout, prefix_cache=config.prefix_cache)
+        self._waiting = SequenceQueue()
+        self._deadlines = DeadlineQueue()
+        self._is_blocked = False  # whether nothing could run for lack of pages
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    @abstractmethod
+    def num_running(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def queued_prompt_tokens(self) -> int:
+        """Tokens still to compute before their sequences can decode."""
+
+    @abstractmethod
+    def schedule(self, now: float) -> Plan | None:
+        """The next step; None where there is nothing to run now. `apply` follows before anything else is scheduled."""
+
+    def abort(self, sequence: Sequence) -> None:
+        """Drop the sequence, whatever its state, and free what it holds; again does nothing."""
+        if sequence.status is not SequenceStatus.FINISHED:
+            self._end(sequence)
+
+    def expire(self, now: float) -> tuple[Ended, ...]:
+        """Drop the sequences whose deadline has passed."""
+        expired = self._deadlines.expired(now)
+        for sequence in expired:
+            self._end(sequence)
+        return tuple(Ended(sequence, failure="deadline") for sequence in expired)
+
+    def next_wakeup(self, now: float) -> float | None:
+        """Seconds until `expire` and `schedule` have something to do; None: not before something is added."""
+        work_s, deadline = self._next_work(now), self._deadlines.next_deadline()
+        times = [work_s, None if deadline is None else max(0.0, deadline - now)]
+        return min((time for time in times if time is not None), default=None)
+
+    @abstractmethod
+    def _next_work(self, now: float) -> float | None:
+        """Seconds until `schedule` has something to do."""
+
+    @abstractmethod
+    def _end(self, sequence: Sequence) -> None:
+        """Drop a sequence in any state, and free what it holds."""
 
 
 def prefill_order(sequence: Sequence, num_remaining: int, ageing_tokens_per_s: float) -> Key:
