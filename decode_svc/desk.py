@@ -9,6 +9,7 @@ from pageferry.core.layout import PageLayout
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId, PagePool
 from pageferry.core.sequence import Sequence
+from pageferry.runtime.receive import Grant
 
 Frame = tuple[int, int, int]  # page index, first layer, number of layers
 
@@ -30,11 +31,11 @@ class DeskActions:
 
     activate: Callable[[Sequence, SampledToken | None, float], None]
     fail: Callable[[Sequence, PageferryError], None]
-    end_push: Callable[[int, PageferryError], None]
+    end_push: Callable[[Grant, PageferryError], None]
 
 
 class TicketDesk:
-    """Issues tickets and takes the commands of pushes, which the caller numbers. Runs on the engine's thread."""
+    """Issues tickets and takes the commands of pushes. Runs on the engine's thread."""
 
     def __init__(self, tickets: TicketTable, pool: PagePool, layout: PageLayout, actions: DeskActions) -> None:
         self._tickets = tickets
@@ -42,7 +43,7 @@ class TicketDesk:
         self._layout = layout
         self._actions = actions
         self._live: dict[Sequence, Ticket] = {}
-        self._pushes: dict[int, tuple[Ticket, tuple[PageId, ...]]] = {}  # open ones, and the pages that they hold
+        self._pushes: dict[Grant, tuple[Ticket, tuple[PageId, ...]]] = {}  # open ones, and the pages that they hold
 
     @property
     def num_live(self) -> int:
@@ -61,20 +62,20 @@ class TicketDesk:
             deadline=sequence.deadline,
         )
 
-    def open(self, push_id: int, ticket_id: bytes, layout: PageLayout, now: float) -> Opening:
+    def open(self, push: Grant, ticket_id: bytes, layout: PageLayout, now: float) -> Opening:
         """Open a ticket's push and take references on its pages; the caller owes `close`."""
         ticket = self._tickets.open(ticket_id, layout, now)
         pages = ticket.pages[ticket.first_page : ticket.first_page + ticket.num_expected_pages]
         self._pool.acquire(pages)
-        self._pushes[push_id] = (ticket, pages)
+        self._pushes[push] = (ticket, pages)
         return Opening(ticket.first_page, pages)
 
-    def receive(self, push_id: int, frames: Iterable[Frame], now: float) -> None:
+    def receive(self, push: Grant, frames: Iterable[Frame], now: float) -> None:
         """Record frames that are copied and have matched (none: a sign of life).
 
         What comes after the ticket's end changes nothing: the push has been told, or is about to be.
         """
-        ticket = self._ticket(push_id)
+        ticket = self._ticket(push)
         try:
             self._tickets.renew(ticket, now)
             for page_index, first_layer, num_layers in frames:
@@ -82,9 +83,9 @@ class TicketDesk:
         except FailedPreconditionError:
             return
 
-    def commit(self, push_id: int, covered_tokens: int, first: tuple[int, SampledToken] | None, now: float) -> None:
+    def commit(self, push: Grant, covered_tokens: int, first: tuple[int, SampledToken] | None, now: float) -> None:
         """Start the sequence on its pages. FailedPreconditionError, and nothing changed, where something is missing."""
-        ticket = self._ticket(push_id)
+        ticket = self._ticket(push)
         sequence = ticket.sequence
         if first is not None and first[0] != sequence.num_output:
             raise invalid("commit.first_tokens.position", first[0], f"must be {sequence.num_output}")
@@ -93,11 +94,11 @@ class TicketDesk:
         del self._live[sequence]
         self._actions.activate(sequence, first[1] if first else None, now)
 
-    def close(self, push_id: int, error: PageferryError | None) -> None:
+    def close(self, push: Grant, error: PageferryError | None) -> None:
         """The push is over and nothing is copied any more; before its commit that breaks the ticket for good."""
-        if push_id not in self._pushes:
+        if push not in self._pushes:
             return
-        ticket, pages = self._pushes.pop(push_id)
+        ticket, pages = self._pushes.pop(push)
         self._pool.release(pages)
         if self._live.pop(ticket.sequence, None) is not None:
             self._tickets.abort(ticket)
@@ -123,13 +124,13 @@ class TicketDesk:
         expiry = self._tickets.next_expiry()
         return None if expiry is None else max(0.0, expiry - now)
 
-    def _ticket(self, push_id: int) -> Ticket:
-        return self._pushes[push_id][0]
+    def _ticket(self, push: Grant) -> Ticket:
+        return self._pushes[push][0]
 
     def _end_push(self, ticket: Ticket, error: PageferryError) -> None:
-        for push_id, (other, _) in self._pushes.items():
+        for push, (other, _) in self._pushes.items():
             if other is ticket:
-                self._actions.end_push(push_id, error)
+                self._actions.end_push(push, error)
 
 
 def _broken(error: PageferryError | None) -> UnavailableError:

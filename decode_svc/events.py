@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pageferry.core.errors import PageferryError
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import FinishReason, Sequence
+from pageferry.runtime.receive import Grant
 from pageferry.runtime.reports import Report
 from pageferry.runtime.worker_step import ChunkDone
 
@@ -45,7 +46,7 @@ class Failed:
 class HandoffEnded:
     """An open push cannot succeed any more: it must be ended, and then closed at the desk."""
 
-    push_id: int
+    push: Grant
     error: PageferryError
 
 

@@ -1,9 +1,7 @@
 """What a push's receiver asks of the tickets, passed on to the desk on the engine's thread."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import count
 
 from pageferry.core.errors import PageferryError, UnavailableError, invalid
 from pageferry.core.layout import PageLayout
@@ -34,47 +32,31 @@ class EngineDesk:
         self._metrics = metrics
         self._lease_ms = lease_ms
         self._vocab_size = vocab_size
-        self._push_ids = count(1)
-        self._ends: dict[int, asyncio.Future[PageferryError]] = {}  # of pushes that are open, or about to be
-        self._of_grant: dict[Grant, int] = {}
 
     async def open(self, ticket: bytes, layout: PageLayout) -> Grant:
-        push_id = next(self._push_ids)
-        ended = self._ends[push_id] = asyncio.get_running_loop().create_future()
+        grant = Grant(ticket, self._lease_ms)  # known to the desk by itself, so that an end can come before its pages
         opening: Opening | None = None
         try:
-            opening = await self._engine.call(lambda: self._desk.open(push_id, ticket, layout, self._clock()))
+            opening = await self._engine.call(lambda: self._desk.open(grant, ticket, layout, self._clock()))
         finally:
             if opening is None:  # refused, or cancelled while the engine opened it all the same
-                del self._ends[push_id]
-                self._post(lambda: self._desk.close(push_id, None))
-        grant = Grant(ticket, opening.first_page, opening.pages, self._lease_ms, ended)
-        self._of_grant[grant] = push_id
+                self._post(lambda: self._desk.close(grant, None))
+        grant.first_page, grant.pages = opening.first_page, opening.pages
         return grant
 
     def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:
-        push_id = self._of_grant[grant]
-        self._post(lambda: self._desk.receive(push_id, frames, self._clock()))
+        self._post(lambda: self._desk.receive(grant, frames, self._clock()))
 
     async def commit(self, grant: Grant, covered_tokens: int, first: tuple[int, SampledToken] | None) -> None:
-        push_id = self._of_grant[grant]
         if first is not None and first[1].token_id >= self._vocab_size:
             limit = f"must be below the vocabulary's size, {self._vocab_size}"
             raise invalid("commit.first_tokens.token_id", first[1].token_id, limit)
-        await self._engine.call(lambda: self._desk.commit(push_id, covered_tokens, first, self._clock()))
+        await self._engine.call(lambda: self._desk.commit(grant, covered_tokens, first, self._clock()))
 
     def close(self, grant: Grant, error: PageferryError | None) -> None:
-        push_id = self._of_grant.pop(grant)
-        del self._ends[push_id]
         if error is not None:
             self._metrics.count_broken_handoff()
-        self._post(lambda: self._desk.close(push_id, error))
-
-    def end(self, push_id: int, error: PageferryError) -> None:
-        """The ticket of an open push is over."""
-        ended = self._ends.get(push_id)
-        if ended is not None and not ended.done():
-            ended.set_result(error)
+        self._post(lambda: self._desk.close(grant, error))
 
     def _post(self, command: Callable[[], object]) -> None:
         with suppress(UnavailableError):  # after the thread's end there is nothing to give back to

@@ -156,7 +156,7 @@ class DecodeWorker(WorkCalls[_Call, Event]):
                     if call is not None:
                         self._take(call, event)
                 case HandoffEnded():
-                    self.desk.end(event.push_id, event.error)
+                    event.push.end(event.error)
                 case report:
                     self._publisher.publish(report)
 

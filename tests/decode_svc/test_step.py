@@ -178,7 +178,7 @@ def test_a_cancel_in_any_state_frees_everything_within_a_step(state: str) -> Non
     assert bench.step.abort(sequence, GONE) is None
     events = bench.run(1)
     assert not [event for event in events if isinstance(event, Failed | Completed)]
-    ended = [(event.push_id, event.error) for event in events if isinstance(event, HandoffEnded)]
+    ended = [(event.push, event.error) for event in events if isinstance(event, HandoffEnded)]
     assert ended == ([(1, GONE)] if state in ("filling", "filled") else [])
     if push_open:
         assert not bench.is_idle()  # a copy may be in flight
@@ -243,7 +243,7 @@ def test_a_silent_sender_loses_its_lease_by_time_alone() -> None:
     bench.clock.advance(0.1)
     events = bench.run(1)
     assert failure_of(events).reason == "HANDOFF_EXPIRED"
-    assert [event.push_id for event in events if isinstance(event, HandoffEnded)] == [1]
+    assert [event.push for event in events if isinstance(event, HandoffEnded)] == [1]
     bench.desk.close(1, GONE)
     assert bench.is_idle()
 
@@ -269,7 +269,7 @@ def test_a_deadline_during_a_push_is_a_deadline_and_ends_the_push() -> None:
     bench.clock.advance(LEASE_S / 2)
     events = bench.run(1)
     assert isinstance(failure_of(events), DeadlineExceededError)
-    assert [event.push_id for event in events if isinstance(event, HandoffEnded)] == [1]
+    assert [event.push for event in events if isinstance(event, HandoffEnded)] == [1]
     bench.desk.close(1, None)
     assert bench.is_idle()
 

@@ -68,7 +68,7 @@ class FakeDesk:
         if ticket != TICKET or self.grant:
             raise FailedPreconditionError("ticket is unknown", reason="UNKNOWN_TICKET")
         self._layout.check_equal(layout, ours="receiver", theirs="sender")
-        self.grant = Grant(ticket, self._first_page, self._pages, self._lease_ms)
+        self.grant = Grant(ticket, self._lease_ms, self._first_page, self._pages)
         return self.grant
 
     def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:

@@ -39,9 +39,9 @@ class Grant:
     """
 
     ticket: bytes
-    first_page: int
-    pages: Sequence[PageId]
     lease_ms: int
+    first_page: int = 0
+    pages: Sequence[PageId] = ()
     ended: "asyncio.Future[PageferryError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: PageferryError) -> None:
