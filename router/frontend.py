@@ -157,6 +157,7 @@ class Frontend:
     def _end(self, span: Span, timeline: Timeline, outcome: FinishReason | PageferryError) -> None:
         now = time.monotonic()
         timeline.describe(span, now)
+        span.set_attribute("gen_ai.server.request.duration", now - timeline.arrival)
         name = set_outcome(span, outcome)
         span.end()
         self._telemetry.metrics.count_request(name)

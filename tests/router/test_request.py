@@ -457,6 +457,7 @@ async def test_spans_of_a_request_are_one_tree(rig: Make) -> None:
         attributes = root.attributes
         assert attributes["pageferry.request_id"] == "traced"
         assert attributes["gen_ai.usage.output_tokens"] == 5
+        assert attributes["gen_ai.server.request.duration"] >= attributes["gen_ai.server.time_to_first_token"] > 0
         parts = [attributes[f"pageferry.ttft.{part}_ms"] for part in
                  ("tokenize", "queue", "reserve", "prefill_queue", "prefill", "delivery")]  # fmt: skip
         assert min(parts) >= 0
