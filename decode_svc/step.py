@@ -51,11 +51,8 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
         """
         now = self._accept(sequence)
         if not self._scheduler.reserve(sequence, now):
-            raise ResourceExhaustedError(
-                f"no room for the {len(sequence.token_ids)} tokens of the prompt now",
-                reason="NO_PAGES",
-                retry_after_ms=RESERVE_RETRY_MS,
-            )
+            message = f"no room for the {len(sequence.token_ids)} tokens of the prompt now"
+            raise ResourceExhaustedError(message, reason="NO_PAGES", retry_after_ms=RESERVE_RETRY_MS)
         self._jobs[sequence] = _Job(None)
         self.desk.issue(ticket_id, sequence)
 

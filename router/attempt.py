@@ -227,11 +227,8 @@ class Attempt:
         if not means_broken(error):
             raise error
         if self._source is Source.LOCAL or self._num_decoded or self._shipped:
-            raise UnavailableError(
-                f"decode worker {self._decode.address} failed after {self._num_decoded} tokens: {error.message}",
-                reason=error.reason,
-                retry_after_ms=error.retry_after_ms,
-            )
+            message = f"decode worker {self._decode.address} failed after {self._num_decoded} tokens: {error.message}"
+            raise UnavailableError(message, reason=error.reason, retry_after_ms=error.retry_after_ms)
         if self._failure is not None or Role.PREFILL not in self._open:
             raise PrefillFailedError(self._prefill, self._failure or error)
         self._failure, self._patience_s = error, CAUSE_S

@@ -43,15 +43,12 @@ class ChatTemplate:
                 **self._special_tokens,
             )
         except TemplateError as error:
-            raise InvalidArgumentError(
-                f"chat does not suit the model's chat template: {error.message}", reason="CHAT_REFUSED"
-            ) from None
+            message = f"chat does not suit the model's chat template: {error.message}"
+            raise InvalidArgumentError(message, reason="CHAT_REFUSED") from None
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             # The template's own mistake; what it says could hold text of the request.
-            raise FailedPreconditionError(
-                f"the model's chat template fails on this chat ({type(error).__name__}); {_HOW_TO_SET}",
-                reason="CHAT_TEMPLATE_FAILED",
-            ) from None
+            message = f"the model's chat template fails on this chat ({type(error).__name__}); {_HOW_TO_SET}"
+            raise FailedPreconditionError(message, reason="CHAT_TEMPLATE_FAILED") from None
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Iterable
 
-from pageferry.router.pieces import Pieces
+from pageferry.router.pieces import PieceReader, Pieces
 
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -21,7 +21,7 @@ class TextStream:
     ) -> None:
         self.matched_stop: str | None = None
         self.num_tokens = 0  # taken; those after a match are not
-        self._reader = pieces.reader(skip_special=skip_special)
+        self._reader = PieceReader(pieces, skip_special=skip_special)
         self._decoder = _Decoder(errors="replace")
         self._stops = [_Stop(stop) for stop in stop_strings]
         self._min_tokens = min_tokens

@@ -159,9 +159,8 @@ class Dispatcher:
 
     def _late(self, waiting: Waiting[Ask]) -> DeadlineExceededError:
         waited_ms = (self._clock() - waiting.item.enqueued) * 1000
-        return DeadlineExceededError(
-            f"the deadline passed after {waited_ms:.0f} ms in the router's queue", reason="DEADLINE_IN_QUEUE"
-        )
+        message = f"the deadline passed after {waited_ms:.0f} ms in the router's queue"
+        return DeadlineExceededError(message, reason="DEADLINE_IN_QUEUE")
 
     def _prefills(self, ask: Ask) -> list[Worker]:
         return [worker for worker in self._fleet.ready(Role.PREFILL) if worker.address not in ask.excluded]

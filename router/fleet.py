@@ -99,9 +99,7 @@ def _layout_problem(worker: Worker, connected: Sequence[Worker]) -> str:
     assert theirs is not None, "a connected worker has a snapshot"
     try:
         ours.check_equal(
-            theirs,
-            ours=f"{worker.role.value} {worker.address}",
-            theirs=f"{others[0].role.value} {others[0].address}",
+            theirs, ours=f"{worker.role.value} {worker.address}", theirs=f"{others[0].role.value} {others[0].address}"
         )
     except FailedPreconditionError as error:
         return error.message

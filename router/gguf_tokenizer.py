@@ -103,6 +103,5 @@ def _added(token: str) -> AddedToken:
 
 
 def _wrong(name: str, value: object, limit: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"model file: tokenizer.ggml.{name} is {value!r}, {limit}", reason="TOKENIZER_UNSUPPORTED"
-    )
+    message = f"model file: tokenizer.ggml.{name} is {value!r}, {limit}"
+    return InvalidArgumentError(message, reason="TOKENIZER_UNSUPPORTED")

@@ -202,7 +202,6 @@ def _bind(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise UnavailableError(
-            f"http_port {port} on {host} can't be opened: {error.strerror}; choose another", reason="PORT_UNAVAILABLE"
-        ) from error
+        message = f"http_port {port} on {host} can't be opened: {error.strerror}; choose another"
+        raise UnavailableError(message, reason="PORT_UNAVAILABLE") from error
     return listener

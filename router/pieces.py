@@ -89,33 +89,22 @@ class Pieces:
     """Bytes of all tokens, computed as they are first asked for."""
 
     def __init__(self, token: Callable[[int], str | None], rule: PieceRule, special_ids: Set[int]) -> None:
+        self.rule = rule
+        self.special_ids = special_ids
         self._token = token
-        self._rule = rule
-        self._special_ids = special_ids
         self._known: dict[int, bytes] = {}
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """Bytes of a token inside a text; empty for an id that has no token."""
+    def bytes_of(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """Bytes of a token inside, or at the start of, a text; empty for an id that has no token."""
+        if is_first:
+            return self.rule.to_bytes(self._token(token_id) or "", is_first=True)
         if (known := self._known.get(token_id)) is None:
-            known = self._known[token_id] = self._rule.to_bytes(self._token(token_id) or "", is_first=False)
+            known = self._known[token_id] = self.rule.to_bytes(self._token(token_id) or "", is_first=False)
         return known
 
-    def reader(self, *, skip_special: bool) -> "PieceReader":
-        return PieceReader(self, skip_special=skip_special)
-
     def decode(self, token_ids: Iterable[int], *, skip_special: bool) -> str:
-        reader = self.reader(skip_special=skip_special)
+        reader = PieceReader(self, skip_special=skip_special)
         return b"".join(reader.read(token_id) for token_id in token_ids).decode(errors="replace")
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
-
-    def first_bytes_of(self, token_id: int) -> bytes:
-        return self._rule.to_bytes(self._token(token_id) or "", is_first=True)
-
-    @property
-    def strip_spaces(self) -> int:
-        return self._rule.strip_spaces
 
 
 class PieceReader:
@@ -127,16 +116,13 @@ class PieceReader:
         self._pieces = pieces
         self._skip_special = skip_special
         self._is_first = True
-        self._to_strip = pieces.strip_spaces
+        self._to_strip = pieces.rule.strip_spaces
 
     def read(self, token_id: int) -> bytes:
-        if self._skip_special and self._pieces.is_special(token_id):
+        if self._skip_special and token_id in self._pieces.special_ids:
             return b""
-        if self._is_first:
-            self._is_first = False
-            data = self._pieces.first_bytes_of(token_id)
-        else:
-            data = self._pieces.bytes_of(token_id)
+        data = self._pieces.bytes_of(token_id, is_first=self._is_first)
+        self._is_first = False
         if self._to_strip and data:
             kept = data.lstrip(b" ")
             num_stripped = min(self._to_strip, len(data) - len(kept))

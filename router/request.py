@@ -184,9 +184,8 @@ class Generation:
         fresh = [token for token in batch if token.position >= len(self._output_ids)]
         for position, token in enumerate(fresh, len(self._output_ids)):
             if token.position != position:
-                raise InternalError(
-                    f"a worker sent position {token.position} where {position} comes next", reason="POSITION_GAP"
-                )
+                message = f"a worker sent position {token.position} where {position} comes next"
+                raise InternalError(message, reason="POSITION_GAP")
         if fresh:
             self._output_ids += [token.token_id for token in fresh]
             gap_s = self._timeline.note_tokens(time.monotonic(), len(fresh))
@@ -224,8 +223,5 @@ class Generation:
         if self._failure is None:
             return error
         cause = self._failure.error
-        return UnavailableError(
-            f"prefill worker {self._failure.worker.address} failed: {cause.message}; then {error.message}",
-            reason=cause.reason,
-            retry_after_ms=error.retry_after_ms,
-        )
+        message = f"prefill worker {self._failure.worker.address} failed: {cause.message}; then {error.message}"
+        return UnavailableError(message, reason=cause.reason, retry_after_ms=error.retry_after_ms)

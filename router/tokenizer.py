@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer as Encoder
 
 from pageferry.core.errors import InvalidArgumentError
-from pageferry.core.model_files import ModelFiles, load_config_of, map_gguf, read_json
+from pageferry.core.model_files import ModelFiles, load_config_of, map_gguf, naming, read_json
 from pageferry.router.chat_template import ChatTemplate
 from pageferry.router.gguf_tokenizer import GgufVocabulary
 from pageferry.router.pieces import PieceRule, Pieces, decoder_of
@@ -56,12 +56,8 @@ class Tokenizer:
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """Raises InvalidArgumentError, naming the file, where it can't be read or is of an unsupported kind."""
-    try:
+    with naming(files.path):
         return _from_gguf(files) if files.kind == "gguf" else _from_directory(files)
-    except InvalidArgumentError as error:
-        if str(files.path) in error.message:
-            raise
-        raise InvalidArgumentError(f"{files.path}: {error.message}", reason=error.reason) from error
 
 
 def _from_gguf(files: ModelFiles) -> Tokenizer:

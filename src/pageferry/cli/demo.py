@@ -16,12 +16,7 @@ from pageferry.core.errors import InternalError
 
 QUESTION = "What is the capital of France?"
 # The question is short: a decode worker would compute it itself, and a usual chunk would hold all of it.
-_SETTINGS = {
-    "server.port": 0,
-    "server.http_port": 0,
-    "router.local_prefill_tokens": 0,
-    "scheduler.chunk_tokens": 16,
-}
+_SETTINGS = {"server.port": 0, "server.http_port": 0, "router.local_prefill_tokens": 0, "scheduler.chunk_tokens": 16}
 _GREEDY = Options(temperature=0, max_tokens=64)
 
 

@@ -70,12 +70,7 @@ def as_json(result: Result) -> dict[str, object]:
         },
         "trace_id": result.trace_id,
         "timings_ms": {name: round(result.timings_ms[name], 3) for name in _TIMINGS},
-        "pages": {
-            "format": pages.format,
-            "shipped": pages.shipped,
-            "cached": pages.cached,
-            "bytes": pages.bytes,
-        },
+        "pages": {"format": pages.format, "shipped": pages.shipped, "cached": pages.cached, "bytes": pages.bytes},
     }
 
 

@@ -119,9 +119,8 @@ def _hold(held: contextlib.ExitStack, host: str, port: int, name: str) -> int:
     try:
         holder.bind((host, port))
     except OSError as error:
-        raise UnavailableError(
-            f"{name} {port} on {host} can't be had: {error.strerror}; choose another", reason="PORT_UNAVAILABLE"
-        ) from None
+        message = f"{name} {port} on {host} can't be had: {error.strerror}; choose another"
+        raise UnavailableError(message, reason="PORT_UNAVAILABLE") from None
     return int(holder.getsockname()[1])
 
 

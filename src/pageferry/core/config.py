@@ -210,6 +210,5 @@ def _located(error: InvalidArgumentError, prefix: str, settings: Mapping[str, Se
     """The error of a section's check with the section before the field, and the source before all."""
     violations = tuple(FieldViolation(prefix + item.field, item.description) for item in error.violations)
     sources = [settings[item.field].source + ": " for item in violations if item.field in settings]
-    return InvalidArgumentError(
-        "".join(sources[:1]) + prefix + error.message, reason="BAD_CONFIG", violations=violations
-    )
+    message = "".join(sources[:1]) + prefix + error.message
+    return InvalidArgumentError(message, reason="BAD_CONFIG", violations=violations)

@@ -115,6 +115,5 @@ class DataLossError(PageferryError):
 def invalid(field: str, value: object, limit: str, *, reason: str = "INVALID_FIELD") -> InvalidArgumentError:
     """The error for one bad field, e.g. `invalid("temperature", nan, "must be 0 or finite and positive")`."""
     description = f"is {value!r}, {limit}"
-    return InvalidArgumentError(
-        f"{field} {description}", reason=reason, violations=(FieldViolation(field, description),)
-    )
+    message = f"{field} {description}"
+    return InvalidArgumentError(message, reason=reason, violations=(FieldViolation(field, description),))

@@ -111,16 +111,13 @@ class TicketTable:
         """The peer says that all is there. FailedPreconditionError, and nothing changed, where it is not so."""
         state = self._following(ticket, TicketEvent.COMMIT, now)
         if covered_tokens != ticket.covered_tokens:
-            raise FailedPreconditionError(
-                f"{ticket}: covered_tokens is {covered_tokens}, {ticket.covered_tokens} are expected",
-                reason="COVERED_TOKENS_MISMATCH",
-            )
+            message = f"{ticket}: covered_tokens is {covered_tokens}, {ticket.covered_tokens} are expected"
+            raise FailedPreconditionError(message, reason="COVERED_TOKENS_MISMATCH")
         whole = _layer_bits(0, self._layout.num_layers)
         num_whole = sum(layers == whole for layers in ticket.arrived.values())
         if num_whole != ticket.num_expected_pages:
-            raise FailedPreconditionError(
-                f"{ticket}: {num_whole} of {ticket.num_expected_pages} pages came whole", reason="PAGES_MISSING"
-            )
+            message = f"{ticket}: {num_whole} of {ticket.num_expected_pages} pages came whole"
+            raise FailedPreconditionError(message, reason="PAGES_MISSING")
         ticket.state = state
         ticket.expires_at = ticket.deadline
 

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -45,14 +47,25 @@ def resolve_model(spec: str) -> ModelFiles:
     if path.is_file():
         return ModelFiles(path.stem, "gguf", path)
     packaged = ", ".join(_PACKAGED)
-    raise NotFoundError(
-        f"model {spec!r} is no directory, no file, and no packaged model ({packaged})", reason="MODEL_NOT_FOUND"
-    )
+    message = f"model {spec!r} is no directory, no file, and no packaged model ({packaged})"
+    raise NotFoundError(message, reason="MODEL_NOT_FOUND")
+
+
+@contextmanager
+def naming(path: Path, reason: str = "") -> Iterator[None]:
+    """Let an InvalidArgumentError of the block name the file; with `reason` in place of its own."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        if str(path) in error.message:
+            raise
+        message = f"{path}: {error.message}"
+        raise InvalidArgumentError(message, reason=reason or error.reason, violations=error.violations) from error
 
 
 def load_config_of(files: ModelFiles) -> ModelConfig:
     """Read the model's configuration; errors name the file."""
-    try:
+    with naming(files.path):
         if files.kind == "gguf":
             buffer, file = map_gguf(files.path)
             buffer.close()
@@ -60,12 +73,6 @@ def load_config_of(files: ModelFiles) -> ModelConfig:
         generation = files.path / "generation_config.json"
         generation_config = read_json(generation) if generation.is_file() else None
         return ModelConfig.from_hf(read_json(files.path / "config.json"), generation_config, files.name)
-    except InvalidArgumentError as error:
-        if str(files.path) in error.message:
-            raise
-        raise InvalidArgumentError(
-            f"{files.path}: {error.message}", reason=error.reason, violations=error.violations
-        ) from error
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float]:
@@ -78,10 +85,8 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float]:
         return {}
     config = read_json(path)
     defaults = {name: config[name] for name in _SAMPLING_DEFAULTS if isinstance(config.get(name), int | float)}
-    try:
+    with naming(path, "MODEL_INVALID"):
         SamplingParams(**defaults)
-    except InvalidArgumentError as error:
-        raise InvalidArgumentError(f"{path}: {error.message}", reason="MODEL_INVALID") from None
     return defaults
 
 
@@ -93,10 +98,11 @@ def map_gguf(path: Path) -> tuple[mmap.mmap, GgufFile]:
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise InvalidArgumentError(f"{path}: model file can't be read: {error}", reason="MODEL_INVALID") from None
     try:
-        return buffer, parse_gguf(buffer)
-    except InvalidArgumentError as error:
+        with naming(path):
+            return buffer, parse_gguf(buffer)
+    except InvalidArgumentError:
         buffer.close()
-        raise InvalidArgumentError(f"{path}: {error.message}", reason=error.reason) from error
+        raise
 
 
 def safetensors_paths(files: ModelFiles) -> tuple[Path, ...]:

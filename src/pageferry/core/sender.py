@@ -61,9 +61,8 @@ class Sender:
         """The receiver has taken that many frames since Open. FailedPreconditionError if that can't be."""
         self._fire(SenderEvent.ACKED)
         if not self._num_acked <= num_frames <= self._num_sent:
-            raise FailedPreconditionError(
-                f"acked.frames is {num_frames}, must be from {self._num_acked} to {self._num_sent}", reason="BAD_ACK"
-            )
+            message = f"acked.frames is {num_frames}, must be from {self._num_acked} to {self._num_sent}"
+            raise FailedPreconditionError(message, reason="BAD_ACK")
         self._take_acks(num_frames, now)
 
     def compute_ended(self, now: float) -> None:

@@ -57,11 +57,8 @@ class SequenceQueue:
     def check_not_full(self, max_waiting: int) -> None:
         """Raise ResourceExhaustedError if no more may wait."""
         if len(self) >= max_waiting:
-            raise ResourceExhaustedError(
-                f"{len(self)} sequences wait already, max_waiting is {max_waiting}",
-                reason="QUEUE_FULL",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
+            message = f"{len(self)} sequences wait already, max_waiting is {max_waiting}"
+            raise ResourceExhaustedError(message, reason="QUEUE_FULL", retry_after_ms=_RETRY_AFTER_MS)
 
     def num_up_to(self, key: Key) -> int:
         """How many go before one that is added with this key."""

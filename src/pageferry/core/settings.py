@@ -9,13 +9,7 @@ from pageferry.core.errors import FieldViolation, InvalidArgumentError
 
 ENVIRONMENT_PREFIX = "PAGEFERRY_"
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
-_TYPE_NAMES = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    tuple: "a list of texts",
-}
+_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", tuple: "a list of texts"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +28,8 @@ def read_file(path: Path) -> dict[str, Setting]:
     settings: dict[str, Setting] = {}
     for section, table in document.items():
         if not isinstance(table, dict):
-            raise InvalidArgumentError(
-                f"{path}: {section} stands outside a section; write [section] first", reason="BAD_CONFIG"
-            )
+            message = f"{path}: {section} stands outside a section; write [section] first"
+            raise InvalidArgumentError(message, reason="BAD_CONFIG")
         settings.update({f"{section}.{name}": Setting(value, str(path)) for name, value in table.items()})
     return settings
 

@@ -85,9 +85,7 @@ def _is_broken_stream(code: grpc.StatusCode, message: str) -> bool:
     return code in transport_codes and any(sign in message for sign in _BROKEN_STREAM)
 
 
-def _details(
-    error: grpc.aio.AioRpcError,
-) -> tuple[ErrorInfo | None, int | None, tuple[errors.FieldViolation, ...]]:
+def _details(error: grpc.aio.AioRpcError) -> tuple[ErrorInfo | None, int | None, tuple[errors.FieldViolation, ...]]:
     info, retry_after_ms, violations = None, None, []
     for packed in _status(error).details:
         if packed.Is(ErrorInfo.DESCRIPTOR):

@@ -66,17 +66,12 @@ class PushClient:
         self._outbox: deque[page_pb2.PushRequest] = deque()
         self._outbox_filled = asyncio.Event()
         self._progress = asyncio.Event()
-        self._failure: PageferryError | None = None
+        self.failure: PageferryError | None = None  # what ended the push
         self._compute_has_ended = False
         self._lease_s = parts.config.lease_ms / 1000
         self._stalled_s = 0.0
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
-
-    @property
-    def failure(self) -> PageferryError | None:
-        """What ended the push, where something did."""
-        return self._failure
 
     async def open(self) -> None:
         """Present the ticket and the layout; FailedPreconditionError where the receiver refuses them."""
@@ -213,14 +208,14 @@ class PushClient:
         self._progress.set()
 
     def _fail(self, failure: PageferryError) -> None:
-        self._failure = self._failure or failure
+        self.failure = self.failure or failure
         self._sender.abort()
         self.broken.set()
         self._progress.set()
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     async def _until(self, ready: Callable[[], bool]) -> None:
         """Wait for the peer; raises what ended the push."""
@@ -237,5 +232,5 @@ class PushClient:
             describe_timing(self._span, stats, self._stalled_s)
             end_span(self._span, grpc.StatusCode.OK)
         else:
-            failure = self._failure or AbortedError("the push was given up")
+            failure = self.failure or AbortedError("the push was given up")
             end_span(self._span, grpc.StatusCode[failure.code], failure.message)

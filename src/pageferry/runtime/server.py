@@ -57,9 +57,8 @@ class GrpcServer:
             self.port = self._server.add_insecure_port(address)
         except RuntimeError:
             reason = _why_not(self._config.host, self._config.port)
-            raise UnavailableError(
-                f"server.port: can't listen on {address}: {reason}", reason="CANNOT_LISTEN"
-            ) from None
+            message = f"server.port: can't listen on {address}: {reason}"
+            raise UnavailableError(message, reason="CANNOT_LISTEN") from None
         await self._server.start()
         return self.port
 

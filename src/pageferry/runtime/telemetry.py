@@ -91,11 +91,7 @@ class _CountingExporter(SpanExporter):
 
 
 def configure_tracing(
-    service_name: str,
-    telemetry: TelemetryConfig,
-    *,
-    local_exporter: SpanExporter | None = None,
-    instance_id: str = "",
+    service_name: str, telemetry: TelemetryConfig, *, local_exporter: SpanExporter | None = None, instance_id: str = ""
 ) -> Tracing:
     """Spans go to OTEL_EXPORTER_OTLP_ENDPOINT, else the configured endpoint, else `local_exporter`, else nowhere."""
     attributes: dict[str, AttributeValue] = {

@@ -118,9 +118,8 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
             while watcher.events and not watcher.overflown:
                 yield watcher.events.popleft()
             if watcher.overflown:
-                raise ResourceExhaustedError(
-                    f"watcher has more than {MAX_QUEUED_EVENTS} events to read: watch again", reason="WATCH_OVERFLOW"
-                )
+                message = f"watcher has more than {MAX_QUEUED_EVENTS} events to read: watch again"
+                raise ResourceExhaustedError(message, reason="WATCH_OVERFLOW")
             next_load = load_sent + (MIN_LOAD_INTERVAL_S if watcher.load else HEARTBEAT_S)
             if loop.time() < next_load:
                 await _wait(watcher.ready, next_load)
