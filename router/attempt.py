@@ -143,7 +143,7 @@ class Attempt:
         if self._source is Source.LOCAL:
             return  # it computes already: the wait for this message is no part of the time to first token
         if self._brings_first_token:
-            self._timeline.reserve_s = time.monotonic() - self._began
+            self._timeline.parts.reserve_ms = (time.monotonic() - self._began) * 1000
         self._timeline.pages.format = reserved.layout.format
         self._timeline.pages.cached = reserved.cached_pages
         self._call_prefill(
@@ -172,7 +172,7 @@ class Attempt:
 
     def _on_shipped(self, shipped: prefill_pb2.Shipped) -> None:
         self._shipped = True
-        self._timeline.transfer_tail_ms = shipped.tail_ms
+        self._timeline.parts.transfer_tail_ms = shipped.tail_ms
         pages = self._timeline.pages
         pages.shipped, pages.bytes = shipped.pages, shipped.bytes
         pages.hidden = hidden_share(shipped.tail_ms, shipped.in_flight_ms)
@@ -183,14 +183,14 @@ class Attempt:
             prefill_ms = max(0.0, completed.prefill_ms - completed.queue_ms)
             self._note_prefill(completed.queue_ms, prefill_ms, completed.cached_tokens)
         else:
-            timeline.decode_queue_ms = completed.queue_ms
+            timeline.parts.decode_queue_ms = completed.queue_ms
             timeline.first_step_ms = completed.first_step_ms
         self._finish(completed.reason, Role.PREFILL, Role.DECODE)
 
     def _note_prefill(self, queue_ms: float, prefill_ms: float, cached_tokens: int) -> None:
         self._timeline.cached_tokens = cached_tokens
         if self._brings_first_token:
-            self._timeline.prefill_queue_ms, self._timeline.prefill_ms = queue_ms, prefill_ms
+            self._timeline.parts.prefill_queue_ms, self._timeline.parts.prefill_ms = queue_ms, prefill_ms
 
     def _finish(self, reason: types.FinishReason, *awaited: Role) -> None:
         self.finish = reason

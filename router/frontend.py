@@ -120,7 +120,7 @@ class Frontend:
         if self._draining:
             raise UnavailableError("the router is draining", reason="DRAINING")
         admitted = await self._admission.admit(request)
-        timeline.tokenize_s = admitted.tokenize_s
+        timeline.parts.tokenize_ms = admitted.tokenize_s * 1000
         describe_request(span, admitted)
         if admitted.request_id in self._live:
             raise AlreadyExistsError(f"request_id {admitted.request_id!r} is live", reason="REQUEST_ID_LIVE")

@@ -26,13 +26,13 @@ class Reply:
 
     def whole(self, text: str, tokens: Sequence[types.GeneratedToken], finished: pb.Finished) -> Json:
         """The one object of an answer that is not streamed."""
-        logprobs = self._logprobs(tokens)
-        finish_reason = _FINISH_REASONS[finished.reason]
-        if self.chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            choice: Json = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
-        else:
-            choice = {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        choice: Json = {
+            "index": 0,
+            **({"message": message} if self.chat else {"text": text}),
+            "logprobs": self._logprobs(tokens),
+            "finish_reason": _FINISH_REASONS[finished.reason],
+        }
         kind = "chat.completion" if self.chat else "text_completion"
         return self._envelope(kind, [choice]) | {"usage": usage(finished.usage)}
 

@@ -108,12 +108,13 @@ def _generate_request(fields: Json) -> pb.GenerateRequest:
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         if (number := _number(fields, name)) is not None:
             setattr(request.sampling, name, number)
-    if (top_k := _integer(fields, "top_k")) is not None:
-        request.sampling.top_k = top_k
-    if (seed := _integer(fields, "seed", high=2**64 - 1)) is not None:
-        request.sampling.seed = seed
-    if (max_tokens := _integer(fields, "max_tokens")) is not None:
-        request.stop.max_tokens = max_tokens
+    for message, name, high in (
+        (request.sampling, "top_k", _UINT32),
+        (request.sampling, "seed", 2**64 - 1),
+        (request.stop, "max_tokens", _UINT32),
+    ):
+        if (count := _integer(fields, name, high=high)) is not None:
+            setattr(message, name, count)
     request.stop.min_tokens = _integer(fields, "min_tokens") or 0
     request.stop.ignore_eos = _flag(fields, "ignore_eos")
     request.stop.stop_token_ids.extend(_token_ids(fields.get("stop_token_ids") or [], "stop_token_ids"))

@@ -114,7 +114,7 @@ class Generation:
             reason=self.finish,
             matched_stop=self._text.matched_stop or "",
             usage=self.usage,
-            timings=self._timeline.to_proto(time.monotonic()),
+            timings=self._timeline.timings(time.monotonic()),
             pages=self._timeline.pages,
         )
 
@@ -150,7 +150,7 @@ class Generation:
         finally:
             self._record("queue", enqueued, grant.began if grant is not None else time.monotonic(), {})
         if self._timeline.first_token is None:
-            self._timeline.queue_s += grant.ended - enqueued
+            self._timeline.parts.queue_ms += (grant.ended - enqueued) * 1000
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
         self._record("route", grant.began, grant.ended, attributes)
         return grant

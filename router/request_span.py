@@ -14,6 +14,9 @@ from pageferry.runtime.trace_store import REQUEST_ID
 from pageferry.v1.inference_pb2 import GenerateRequest, HandoffStats, Timings
 from pageferry.v1.types_pb2 import FinishReason, Usage
 
+# What the time to first token is made of; the remainder is "delivery".
+_TTFT_PARTS = ("tokenize", "queue", "reserve", "prefill_queue", "prefill")
+
 
 def attributes_at_start(request: GenerateRequest, model: str) -> dict[str, str]:
     """What is known before the request is checked."""
@@ -74,13 +77,7 @@ class Timeline:
     """Filled by a request's tries as they go; what a failed try took is in no part but the remainder."""
 
     arrival: float
-    tokenize_s: float = 0.0
-    queue_s: float = 0.0
-    reserve_s: float = 0.0
-    prefill_queue_ms: float = 0.0
-    prefill_ms: float = 0.0
-    transfer_tail_ms: float = 0.0
-    decode_queue_ms: float = 0.0
+    parts: Timings = field(default_factory=Timings)  # all but those that follow from the others
     first_step_ms: float = 0.0  # from the commit to the decode worker's first own token
     first_token: float | None = None
     second_token: float | None = None
@@ -106,38 +103,31 @@ class Timeline:
     def ttft_s(self) -> float:
         return 0.0 if self.first_token is None else self.first_token - self.arrival
 
-    def to_proto(self, now: float) -> Timings:
-        known_ms = (self.tokenize_s + self.queue_s + self.reserve_s) * 1000 + self.prefill_queue_ms + self.prefill_ms
-        ttft_ms = self.ttft_s * 1000
-        return Timings(
-            tokenize_ms=self.tokenize_s * 1000,
-            queue_ms=self.queue_s * 1000,
-            reserve_ms=self.reserve_s * 1000,
-            prefill_queue_ms=self.prefill_queue_ms,
-            prefill_ms=self.prefill_ms,
-            delivery_ms=max(0.0, ttft_ms - known_ms),
-            ttft_ms=ttft_ms,
-            transfer_tail_ms=self.transfer_tail_ms,
-            decode_queue_ms=self.decode_queue_ms,
-            total_ms=((self.last_token or now) - self.arrival) * 1000,
-        )
+    def timings(self, now: float) -> Timings:
+        timings = Timings()
+        timings.CopyFrom(self.parts)
+        known_ms = sum(getattr(timings, f"{part}_ms") for part in _TTFT_PARTS)
+        timings.ttft_ms = self.ttft_s * 1000
+        timings.delivery_ms = max(0.0, timings.ttft_ms - known_ms)
+        timings.total_ms = ((self.last_token or now) - self.arrival) * 1000
+        return timings
 
     def describe(self, span: Span, now: float) -> None:
         """Put the parts of the time to first token, and those of the second token's gap, on the request's span."""
         if self.first_token is None:
             return
-        timings = self.to_proto(now)
+        timings = self.timings(now)
         span.set_attribute("gen_ai.server.time_to_first_token", self.ttft_s)
-        for part in ("tokenize", "queue", "reserve", "prefill_queue", "prefill", "delivery"):
+        for part in (*_TTFT_PARTS, "delivery"):
             span.set_attribute(f"pageferry.ttft.{part}_ms", getattr(timings, f"{part}_ms"))
         if self.last_token is not None and self.num_tokens > 1:
             per_token_s = (self.last_token - self.first_token) / (self.num_tokens - 1)
             span.set_attribute("gen_ai.server.time_per_output_token", per_token_s)
         if self.second_token is not None:
             span.set_attribute("pageferry.second_token.gap_ms", (self.second_token - self.first_token) * 1000)
-            span.set_attribute("pageferry.second_token.transfer_tail_ms", self.transfer_tail_ms)
-            span.set_attribute("pageferry.second_token.decode_queue_ms", self.decode_queue_ms)
-            first_step_ms = max(0.0, self.first_step_ms - self.decode_queue_ms)
+            span.set_attribute("pageferry.second_token.transfer_tail_ms", timings.transfer_tail_ms)
+            span.set_attribute("pageferry.second_token.decode_queue_ms", timings.decode_queue_ms)
+            first_step_ms = max(0.0, self.first_step_ms - timings.decode_queue_ms)
             span.set_attribute("pageferry.second_token.first_step_ms", first_step_ms)
         if self.pages.shipped or self.pages.cached:
             for name in ("shipped", "cached", "bytes", "hidden"):

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 
 from pageferry.cli import trace
 from pageferry.cli.arguments import add_address, add_sampling, sampling_options
@@ -58,19 +59,16 @@ def handoff_text(result: Result) -> str:
 
 def as_json(result: Result) -> dict[str, object]:
     """The object of `--json`."""
-    usage, pages = result.usage, result.pages
+    pages = asdict(result.pages)
+    del pages["hidden"]
     return {
         "text": result.text,
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
-        "usage": {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "cached_tokens": usage.cached_tokens,
-        },
+        "usage": asdict(result.usage),
         "trace_id": result.trace_id,
         "timings_ms": {name: round(result.timings_ms[name], 3) for name in _TIMINGS},
-        "pages": {"format": pages.format, "shipped": pages.shipped, "cached": pages.cached, "bytes": pages.bytes},
+        "pages": pages,
     }
 
 

@@ -1,10 +1,10 @@
 """Errors of the core as gRPC statuses with details, and back."""
 
+from collections.abc import Iterator
 from typing import Any, Never
 
 import grpc
 from google.protobuf.any_pb2 import Any as PackedMessage
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo  # type: ignore[import-untyped]
 from google.rpc.status_pb2 import Status  # type: ignore[import-untyped]
@@ -29,17 +29,13 @@ def to_status(error: errors.PageferryError) -> Status:
         ErrorInfo(domain=DOMAIN, reason=error.reason, metadata=error.metadata)
     ]
     if error.violations:
-        violations = [
-            BadRequest.FieldViolation(
-                field=violation.field, description=_short(violation.description, MAX_DESCRIPTION_BYTES)
-            )
-            for violation in error.violations[:MAX_VIOLATIONS]
-        ]
-        details.append(BadRequest(field_violations=violations))
+        details.append(BadRequest())
+        for violation in error.violations[:MAX_VIOLATIONS]:
+            description = _short(violation.description, MAX_DESCRIPTION_BYTES)
+            details[-1].field_violations.add(field=violation.field, description=description)
     if error.retry_after_ms is not None:
-        delay = Duration()
-        delay.FromMilliseconds(error.retry_after_ms)
-        details.append(RetryInfo(retry_delay=delay))
+        details.append(RetryInfo())
+        details[-1].retry_delay.FromMilliseconds(error.retry_after_ms)
     status = Status(code=grpc.StatusCode[error.code].value[0], message=_short(error.message, MAX_MESSAGE_BYTES))
     for detail in details:
         packed = PackedMessage()
@@ -60,15 +56,17 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.PageferryError:
     A stream that broke half-way is an UnavailableError, whatever code the transport gives it: INTERNAL, CANCELLED or
     UNKNOWN without our details come from a dying peer or a proxy, and another try may reach another worker.
     """
-    code, message = error.code(), error.details() or ""
-    info, retry_after_ms, violations = _details(error)
+    code, message, status = error.code(), error.details() or "", _status(error)
+    info = next((info for info in _unpack(status, ErrorInfo) if info.domain == DOMAIN), None)
     if info is None and _is_broken_stream(code, message):
         return errors.UnavailableError(f"stream broken: {message}", reason="STREAM_BROKEN")
+    retry = next(_unpack(status, RetryInfo), None)
+    violations = [violation for bad in _unpack(status, BadRequest) for violation in bad.field_violations]
     return _CLASSES.get(code.name, errors.InternalError)(
         message,
         reason=info.reason if info else "",
-        retry_after_ms=retry_after_ms,
-        violations=violations,
+        retry_after_ms=retry.retry_delay.ToMilliseconds() if retry else None,
+        violations=tuple(errors.FieldViolation(violation.field, violation.description) for violation in violations),
         metadata=dict(info.metadata) if info else None,
     )
 
@@ -85,22 +83,12 @@ def _is_broken_stream(code: grpc.StatusCode, message: str) -> bool:
     return code in transport_codes and any(sign in message for sign in _BROKEN_STREAM)
 
 
-def _details(error: grpc.aio.AioRpcError) -> tuple[ErrorInfo | None, int | None, tuple[errors.FieldViolation, ...]]:
-    info, retry_after_ms, violations = None, None, []
-    for packed in _status(error).details:
-        if packed.Is(ErrorInfo.DESCRIPTOR):
-            candidate = ErrorInfo()
-            packed.Unpack(candidate)
-            info = candidate if candidate.domain == DOMAIN else info
-        elif packed.Is(RetryInfo.DESCRIPTOR):
-            retry = RetryInfo()
-            packed.Unpack(retry)
-            retry_after_ms = retry.retry_delay.ToMilliseconds()
-        elif packed.Is(BadRequest.DESCRIPTOR):
-            bad_request = BadRequest()
-            packed.Unpack(bad_request)
-            violations += [errors.FieldViolation(v.field, v.description) for v in bad_request.field_violations]
-    return info, retry_after_ms, tuple(violations)
+def _unpack(status: Status, kind: type[Any]) -> Iterator[Any]:
+    for packed in status.details:
+        if packed.Is(kind.DESCRIPTOR):
+            message = kind()
+            packed.Unpack(message)
+            yield message
 
 
 def _status(error: grpc.aio.AioRpcError) -> Status:

@@ -49,7 +49,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        kind = f"{_arity(handler.request_streaming)}_{_arity(handler.response_streaming)}"
+        streaming = (handler.request_streaming, handler.response_streaming)
+        kind = "_".join("stream" if streams else "unary" for streams in streaming)
         behaviour = _as_coroutine(getattr(handler, kind))
         method = handler_call_details.method.lstrip("/")
         context = extract_context(handler_call_details.invocation_metadata)
@@ -141,10 +142,6 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             current_context.detach(token)
             code = grpc.StatusCode.CANCELLED if cancelled else _CODES[_number(servicer_context.code())]
             end_span(span, code, "" if cancelled else servicer_context.details())
-
-
-def _arity(streaming: bool) -> str:
-    return "stream" if streaming else "unary"
 
 
 def _as_coroutine(behaviour: Behaviour) -> Behaviour:

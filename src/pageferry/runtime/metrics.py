@@ -1,12 +1,14 @@
 """A process's Prometheus metrics. Labels take values from fixed sets, so that series stay few."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
 
 from pageferry.v1.inference_pb2 import WorkerLoad
 
 # The largest finite bucket is above our longest deadline, the smallest below our fastest answer.
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-_STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+_REQUEST_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+_STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 OUTCOMES = (
     "stop",
     "length",
@@ -26,30 +28,24 @@ class Metrics:
     """All metrics of one process, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.registry = registry = CollectorRegistry()
-        self._requests = Counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",), registry=registry)
-        self._tokens = Counter("pageferry_tokens", "Tokens: prompt, cached or generated.", ("kind",), registry=registry)
-        self._pages = Gauge("pageferry_pages", "Pages of the pool, by state.", ("state",), registry=registry)
-        self._sequences = Gauge("pageferry_sequences", "Sequences, waiting or running.", ("state",), registry=registry)
-        self._preemptions = Counter("pageferry_preemptions", "Sequences preempted.", registry=registry)
-        self._handoff_bytes = Counter("pageferry_handoff_bytes", "Bytes of pages handed over.", registry=registry)
-        self._handoff_pages = Counter("pageferry_handoff_pages", "Pages handed over.", registry=registry)
-        self._handoff_failures = Counter("pageferry_handoff_failures", "Hand-offs broken off.", registry=registry)
-        self._prefill_failures = Counter(
-            "pageferry_prefill_failures", "Prefills that failed, by what was tried next.", ("next",), registry=registry
-        )
-        self.ttft_s = Histogram(
-            "pageferry_time_to_first_token_seconds", "Arrival to first token.", buckets=_SECONDS, registry=registry
-        )
-        self.itl_s = Histogram(
-            "pageferry_inter_token_seconds", "Gap between tokens of a stream.", buckets=_STEP_SECONDS, registry=registry
-        )
-        self.request_s = Histogram(
-            "pageferry_request_seconds", "Arrival to last token.", buckets=_SECONDS, registry=registry
-        )
-        self.handoff_s = Histogram(
-            "pageferry_handoff_tail_seconds", "End of prefill to commit.", buckets=_STEP_SECONDS, registry=registry
-        )
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self._requests = counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",))
+        self._tokens = counter("pageferry_tokens", "Tokens: prompt, cached or generated.", ("kind",))
+        self._pages = gauge("pageferry_pages", "Pages of the pool, by state.", ("state",))
+        self._sequences = gauge("pageferry_sequences", "Sequences, waiting or running.", ("state",))
+        self._preemptions = counter("pageferry_preemptions", "Sequences preempted.")
+        self._handoff_bytes = counter("pageferry_handoff_bytes", "Bytes of pages handed over.")
+        self._handoff_pages = counter("pageferry_handoff_pages", "Pages handed over.")
+        self._handoff_failures = counter("pageferry_handoff_failures", "Hand-offs broken off.")
+        text = "Prefills that failed, by what was tried next."
+        self._prefill_failures = counter("pageferry_prefill_failures", text, ("next",))
+        self.ttft_s = histogram("pageferry_time_to_first_token_seconds", "Arrival to first token.", buckets=_REQUEST_S)
+        self.itl_s = histogram("pageferry_inter_token_seconds", "Gap between tokens of a stream.", buckets=_STEP_S)
+        self.request_s = histogram("pageferry_request_seconds", "Arrival to last token.", buckets=_REQUEST_S)
+        self.handoff_s = histogram("pageferry_handoff_tail_seconds", "End of prefill to commit.", buckets=_STEP_S)
         self._num_preemptions = 0
 
     def count_request(self, outcome: str) -> None:
