@@ -3,6 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 export PYTHONSAFEPATH := 1
 export GRPC_ENABLE_FORK_SUPPORT := 0
+export GRPC_VERBOSITY := ERROR
 
 # The first interpreter that starts and is new enough; a name on the path may be a shim that does not start.
 PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
