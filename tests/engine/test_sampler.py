@@ -185,6 +185,16 @@ def test_penalties() -> None:
     assert penalised([2], [0, 0, 2], presence_penalty=0.5, frequency_penalty=0.25) == [1, -2, 0.25, 0]
 
 
+@pytest.mark.parametrize("penalty", [1e-320, 1e-30, 1e300])
+def test_no_penalty_overflows_what_can_be_drawn(penalty: float) -> None:
+    logits = rows(1)[0]
+    logits[5] = 0.0
+    seen = range(0, VOCAB, 2) if penalty < 1 else range(VOCAB)
+    for temperature in (0.0, 1.0):
+        result = draw(logits, sequence(prompt=[5, *seen], repetition_penalty=penalty, temperature=temperature))
+        assert result.token_id in seen
+
+
 def test_stop_ids_are_out_of_reach_before_min_tokens() -> None:
     logits = torch.tensor([1.0, 9.0, 8.0, 2.0])
     stop = StopParams(max_tokens=10, min_tokens=2, stop_token_ids=frozenset({1, 2}))

@@ -63,7 +63,9 @@ def _penalise(row: Tensor, sequence: Sequence) -> None:
     if params.repetition_penalty != 1:
         seen = torch.from_numpy(np.unique(sequence.token_ids))
         values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        adjusted = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        # An extreme penalty overflows: infinities would leave nothing that can be drawn from.
+        row[seen] = adjusted.nan_to_num(nan=0.0)
     if sequence.num_output:
         produced, counts = np.unique(sequence.output_ids, return_counts=True)
         row[torch.from_numpy(produced)] -= torch.from_numpy(params.presence_penalty + params.frequency_penalty * counts)
