@@ -15,7 +15,9 @@ from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRe
 from pageferry.v1.types_pb2 import StopConditions
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 4096
 MAX_REQUEST_ID_CHARACTERS = 128
+MAX_MODEL_CHARACTERS = 128  # of a name that is not known, in the message that says so
 # Texts above this are tokenised on another thread, so that the event loop's streams don't wait.
 _OFF_LOOP_BYTES = 8192
 
@@ -101,7 +103,9 @@ class Admission:
 
     def check_model(self, name: str) -> None:
         if name not in ("", self.model):
-            raise NotFoundError(f"model {name!r} is not served, but {self.model!r} is", reason="MODEL_NOT_FOUND")
+            raise NotFoundError(
+                f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served, but {self.model!r} is", reason="MODEL_NOT_FOUND"
+            )
 
     async def _prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         match request.WhichOneof("input"):
@@ -197,6 +201,10 @@ def _check_stop_strings(stop_strings: Sequence[str]) -> None:
         raise invalid("stop_strings", f"{len(stop_strings)} strings", f"must be at most {MAX_STOP_STRINGS}")
     if "" in stop_strings:
         raise invalid(f"stop_strings[{list(stop_strings).index('')}]", "", "must not be empty")
+    for index, text in enumerate(stop_strings):
+        if len(text) > MAX_STOP_CHARACTERS:
+            length = f"{len(text)} characters"
+            raise invalid(f"stop_strings[{index}]", length, f"must have at most {MAX_STOP_CHARACTERS}")
 
 
 def _check_counts(stop: StopConditions) -> None:

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp
 
 from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnavailableError
 from pageferry.router import openai_reply as reply
+from pageferry.router.admission import MAX_MODEL_CHARACTERS
 from pageferry.router.http_generation import GenerationResponse, Generator, dump
 from pageferry.router.openai_request import ParsedRequest, parse_chat, parse_completion
 from pageferry.router.strict_json import refuse
@@ -114,7 +115,7 @@ class _Gateway:
         for entry in self.frontend.list_models().models:
             if entry.name == name:
                 return _json(reply.model(entry, self.created))
-        raise NotFoundError(f"model {name!r} is not served", reason="MODEL_NOT_FOUND")
+        raise NotFoundError(f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served", reason="MODEL_NOT_FOUND")
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ready"}) if self.frontend.ready else _json({"status": "not ready"}, 503)

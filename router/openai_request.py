@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pageferry.router.strict_json import Json, decode_json, kind_of, refuse
+from pageferry.router.strict_json import Json, decode_json, kind_of, refuse, shown
 from pageferry.v1 import inference_pb2 as pb
 
 _UINT32 = 2**32 - 1
@@ -99,12 +99,12 @@ def _known_fields(body: bytes, known: frozenset[str], path: str) -> Json:
             continue
         close = difflib.get_close_matches(name[:64], known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
-        refuse(name[:64], f"is not a field of {path}{hint}", reason="UNKNOWN_FIELD")
+        refuse(shown(name), f"is not a field of {path}{hint}", reason="UNKNOWN_FIELD")
     return fields
 
 
 def _generate_request(fields: Json) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(model=_string(fields.get("model") or "", "model"))
+    request = pb.GenerateRequest(model=_string(_given(fields, "model", ""), "model"))
     for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
         if (number := _number(fields, name)) is not None:
             setattr(request.sampling, name, number)
@@ -117,12 +117,18 @@ def _generate_request(fields: Json) -> pb.GenerateRequest:
             setattr(message, name, count)
     request.stop.min_tokens = _integer(fields, "min_tokens") or 0
     request.stop.ignore_eos = _flag(fields, "ignore_eos")
-    request.stop.stop_token_ids.extend(_token_ids(fields.get("stop_token_ids") or [], "stop_token_ids"))
+    request.stop.stop_token_ids.extend(_token_ids(_given(fields, "stop_token_ids", []), "stop_token_ids"))
     request.stop_strings.extend(_stop_strings(fields.get("stop")))
     request.priority = _integer(fields, "priority", low=-(2**31), high=2**31 - 1) or 0
     if fields.get("skip_special_tokens") is not None:
         request.skip_special_tokens = _flag(fields, "skip_special_tokens")
     return request
+
+
+def _given(fields: Json, name: str, absent: object) -> object:
+    """The field's value; null stands for absence."""
+    value = fields.get(name)
+    return absent if value is None else value
 
 
 def _parsed(request: pb.GenerateRequest, fields: Json, *, chat: bool) -> ParsedRequest:
@@ -136,7 +142,7 @@ def _parsed(request: pb.GenerateRequest, fields: Json, *, chat: bool) -> ParsedR
         refuse("stream_options", f"is {kind_of(options)}, must be an object")
     for name in options:
         if name != "include_usage":
-            refuse(f"stream_options.{name[:64]}", "is not supported; leave it out", reason="UNSUPPORTED_FIELD")
+            refuse(f"stream_options.{shown(name)}", "is not supported; leave it out", reason="UNSUPPORTED_FIELD")
     return ParsedRequest(request, chat, stream, include_usage=_flag(options, "include_usage"))
 
 
@@ -159,7 +165,7 @@ def _message(message: object, path: str) -> pb.ChatMessage:
         refuse(path, f"is {kind_of(message)}, must be an object")
     for name, value in message.items():
         if name not in ("role", "content") and value is not None:
-            refuse(f"{path}.{name[:64]}", "is not supported; leave it out", reason="UNSUPPORTED_FIELD")
+            refuse(f"{path}.{shown(name)}", "is not supported; leave it out", reason="UNSUPPORTED_FIELD")
     role = message.get("role")
     if role not in ("system", "developer", "user", "assistant"):
         refuse(f"{path}.role", "must be system, user or assistant")

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from pageferry.core.errors import FieldViolation, InvalidArgumentError
 
 Json = dict[str, Any]
+_MAX_NAME = 64  # characters of a request's own that a message repeats
 
 
 def refuse(field: str, description: str, *, reason: str = "INVALID_FIELD") -> NoReturn:
@@ -53,11 +54,17 @@ def _finite_float(text: str) -> float:
 
 
 def _unique_fields(pairs: list[tuple[str, Any]]) -> Json:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        refuse(next(name for name in names if names.count(name) > 1)[:64], "is given twice", reason="MALFORMED_JSON")
+    fields: Json = {}
+    for name, value in pairs:
+        if name in fields:
+            refuse(shown(name), "is given twice", reason="MALFORMED_JSON")
+        fields[name] = value
     return fields
+
+
+def shown(name: str) -> str:
+    """A name that the request gave, fit for a message: short, and without halves of surrogate pairs."""
+    return name[:_MAX_NAME].encode(errors="replace").decode()
 
 
 def kind_of(value: object) -> str:

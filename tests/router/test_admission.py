@@ -80,6 +80,12 @@ def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
         (ask(request_id="x" * 129), InvalidArgumentError, "request_id is '129 characters', must have at most 128"),
         (ask(max_tokens=0), InvalidArgumentError, "max_tokens is 0, must be at least 1"),
         (ask(stop_strings=["a", ""]), InvalidArgumentError, r"stop_strings\[1\] is '', must not be empty"),
+        (
+            ask(stop_strings=["a", "x" * 4097]),
+            InvalidArgumentError,
+            r"stop_strings\[1\] is '4097 characters', must have at most 4096",
+        ),
+        (ask(model="g" * 9999), NotFoundError, "model 'g{128}' is not served"),
         (ask(stop_strings=["x"] * 17), InvalidArgumentError, "stop_strings is '17 strings', must be at most 16"),
         (ask(stop=types.StopConditions(stop_token_ids=[320])), InvalidArgumentError, "stop_token_ids is 320"),
         (ask(stop=types.StopConditions(max_tokens=3, min_tokens=4)), InvalidArgumentError, "min_tokens is 4, .* 3"),

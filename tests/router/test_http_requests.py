@@ -101,6 +101,10 @@ def test_an_empty_list_of_ids_is_left_to_the_frontend() -> None:
         ({"messages": [{"role": "user", "content": "x", "name": "bob"}]}, "messages[0].name", "not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "parts"),
         ({"model": 3}, "model", "is 3, must be a string"),
+        ({"model": []}, "model", "is a list, must be a string"),
+        ({"stop_token_ids": False}, "stop_token_ids", "is false, must be a list"),
+        ({"\ud800": 1}, "?", "? is not a field"),
+        ({"stream": True, "stream_options": {"\udfff": 1}}, "stream_options.?", "not supported"),
     ],
 )
 def test_a_bad_field_is_named(fields: dict[str, object], param: str, message: str) -> None:
@@ -140,6 +144,7 @@ def test_a_bad_prompt_is_named(prompt: object, message: str) -> None:
         (b'{"seed": ' + b"9" * 5000 + b"}", "digits"),
         (b"[1]", "is a list, must be a JSON object"),
         (b'{"prompt": "a", "prompt": "b"}', "prompt is given twice"),
+        (b'{"\\udfff": 1, "\\udfff": 2}', "? is given twice"),
     ],
 )
 def test_malformed_json_is_told_with_its_place(body: bytes, message: str) -> None:
@@ -147,3 +152,10 @@ def test_malformed_json_is_told_with_its_place(body: bytes, message: str) -> Non
         parse_completion(body)
     assert message in str(caught.value)
     assert not math.isnan(len(str(caught.value))) and len(str(caught.value)) < 200
+
+
+def test_many_fields_before_one_that_comes_twice_take_no_longer_than_their_number_says() -> None:
+    names = [f"a{number}" for number in range(200_000)]
+    body = "{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}"
+    with pytest.raises(InvalidArgumentError, match="a199999 is given twice"):
+        parse_completion(body.encode())
