@@ -38,7 +38,9 @@ class Tokenizer:
 
         Without `add_special`, which is for rendered chats, nothing is put around them.
         """
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=add_special).ids
+        # Only a batch is encoded without the interpreter's lock, so that other threads run meanwhile.
+        (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special)
+        ids: list[int] = encoding.ids
         if add_special and self._bos_id is not None:
             ids.insert(0, self._bos_id)
         return ids

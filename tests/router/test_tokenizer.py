@@ -1,7 +1,9 @@
 """Tokenizers of both forms that a model comes in, and their chat templates."""
 
+import asyncio
 import json
 import shutil
+import time
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -83,6 +85,25 @@ def packaged() -> tuple[Tokenizer, Encoder]:
 
 def test_packaged_chat_template(smollm2: Tokenizer) -> None:
     assert smollm2.apply_chat_template(USER).endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def longest_wait_while_encoding(tokenizer: Tokenizer, text: str) -> float:
+    """How long the event loop stood still at most, as a share of the time that another thread took to encode."""
+    began = last = time.perf_counter()
+    longest_s = 0.0
+    encoding = asyncio.create_task(asyncio.to_thread(tokenizer.encode, text))
+    while not encoding.done():
+        await asyncio.sleep(0)
+        now = time.perf_counter()
+        longest_s, last = max(longest_s, now - last), now
+    assert await encoding
+    return longest_s / (last - began)
+
+
+async def test_a_long_text_does_not_hold_up_other_threads(smollm2: Tokenizer) -> None:
+    # Under the interpreter's lock it is above 0.9, else about 0.05; a busy machine may take one try's processor away.
+    shares = [await longest_wait_while_encoding(smollm2, "a b c " * 50_000) for _ in range(3)]
+    assert min(shares) < 0.5
 
 
 @pytest.mark.parametrize(
