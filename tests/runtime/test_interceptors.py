@@ -88,6 +88,17 @@ async def test_an_error_ends_both_spans_with_its_code(num_read: int) -> None:
         assert_call(await log.wait(2), DECODE, "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED")
 
 
+@pytest.mark.parametrize("message", [b"\x0a\xff", b"\x0a\x04\x0a\x02\xff\xfe"], ids=["cut short", "not UTF-8"])
+async def test_a_malformed_message_is_the_callers_fault(message: bytes) -> None:
+    log = SpanLog()
+    async with loopback(log.tracer(), decode=three_messages) as (_, channel):
+        raw: Any = channel.unary_stream(f"/{DECODE}")
+        with pytest.raises(grpc.aio.AioRpcError, match="the message is malformed") as caught:
+            await raw(message).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert_call(await log.wait(2), DECODE, "INVALID_ARGUMENT", "INVALID_ARGUMENT")
+
+
 async def test_a_handlers_own_abort_has_its_code() -> None:
     log = SpanLog()
 

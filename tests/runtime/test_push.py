@@ -365,3 +365,14 @@ async def test_a_second_open_is_refused() -> None:
         error = await send_raw(both, [page_pb2.PushRequest(open=page_pb2.Open())])
         assert isinstance(error, InvalidArgumentError)
         await both.closed()
+
+
+@pytest.mark.parametrize("choices", [[1], [0, 0], [0, 1]])
+async def test_first_tokens_of_choices_that_do_not_exist_are_refused(choices: list[int]) -> None:
+    async with ends(small_layout(), 1) as both:
+        draws = [page_pb2.FirstDraw(choice=choice) for choice in choices]
+        commit = page_pb2.PushRequest(commit=page_pb2.Commit(covered_tokens=1, first_tokens=draws))
+        error = await send_raw(both, [frame(both, 0), commit])
+        assert isinstance(error, InvalidArgumentError)
+        assert f"commit.first_tokens.choice is {choices}" in str(error)
+        await both.closed()

@@ -11,11 +11,12 @@ from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from opentelemetry import context as current_context, trace
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
-from pageferry.core.errors import InternalError, PageferryError, UnavailableError
+from pageferry.core.errors import InternalError, InvalidArgumentError, PageferryError, UnavailableError
 from pageferry.runtime.errors import abort
 from pageferry.runtime.logs import log
 from pageferry.runtime.rpc_spans import end_span, extract_context, rpc_attributes, server_span_name
@@ -60,7 +61,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
                 return await self._answer(method, behaviour, request, servicer_context)
 
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make_handler(run, handler.request_deserializer, handler.response_serializer)
+        deserialize = _refusing_malformed(handler.request_deserializer, streaming=handler.request_streaming)
+        return make_handler(run, deserialize, handler.response_serializer)
 
     async def wait_idle(self, grace_s: float) -> int:
         """Wait until no work is left; what is left after `grace_s` ends with UNAVAILABLE. Returns how many did."""
@@ -82,6 +84,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         try:
             if self.draining and method in _WORK_METHODS:
                 raise UnavailableError("the server is draining", reason="DRAINING")
+            if isinstance(request, PageferryError):
+                raise request
             return await behaviour(request, servicer_context)
         except PageferryError as raised:
             error = raised
@@ -142,6 +146,26 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             current_context.detach(token)
             code = grpc.StatusCode.CANCELLED if cancelled else _CODES[_number(servicer_context.code())]
             end_span(span, code, "" if cancelled else servicer_context.details())
+
+
+def _refusing_malformed(deserialize: Callable[[bytes], Any], *, streaming: bool) -> Callable[[bytes], Any]:
+    """What is no message of its type is an InvalidArgumentError: raised to a handler that reads, else in its place.
+
+    The library would end a call whose only message can't be read by itself, with UNKNOWN and without details.
+    """
+
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            error = InvalidArgumentError(
+                "the message is malformed: no protobuf of its type", reason="MALFORMED_MESSAGE"
+            )
+        if streaming:
+            raise error
+        return error
+
+    return read
 
 
 def _as_coroutine(behaviour: Behaviour) -> Behaviour:

@@ -126,8 +126,7 @@ class _Receipt:
                     task.cancel()
         except BaseExceptionGroup as group:
             raise _first(group) from None
-        first = [token_from_proto(draw.token) for draw in commit.first_tokens]
-        await self._desk.commit(self._grant, commit.covered_tokens, first[0] if first else None)
+        await self._desk.commit(self._grant, commit.covered_tokens, _first_token(commit))
         await context.write(page_pb2.PushResponse(committed=page_pb2.Committed(pages=self._num_pages)))
 
     @property
@@ -209,6 +208,14 @@ class _Receipt:
             self._sink.write(page, frame.first_layer, frame.num_layers, payload)
             num_bytes += len(payload)
         return num_bytes
+
+
+def _first_token(commit: page_pb2.Commit) -> tuple[int, SampledToken] | None:
+    """Position and token of the one choice that there is for now; None where none was drawn."""
+    choices = [draw.choice for draw in commit.first_tokens]
+    if choices not in ([], [0]):
+        raise invalid("commit.first_tokens.choice", choices[:8], "must be 0 once, or nothing")
+    return token_from_proto(commit.first_tokens[0].token) if choices else None
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
