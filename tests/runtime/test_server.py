@@ -176,3 +176,14 @@ async def test_a_call_after_an_idle_channel_lost_its_server_succeeds_once_it_is_
         async with loopback(NoOpTracer(), decode=one_message, config=ServerConfig(port=first.port)):
             message = await stub.Decode(decode_pb2.DecodeRequest(), wait_for_ready=True, timeout=5).read()
             assert message == decode_pb2.DecodeResponse()
+
+
+async def test_thousands_of_calls_at_once_all_reach_their_handler() -> None:
+    async def drain(request: Any, context: Any) -> worker_pb2.DrainResponse:
+        return worker_pb2.DrainResponse()
+
+    async with loopback(NoOpTracer(), drain=drain) as (_, channel):
+        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+        calls = [stub.Drain(worker_pb2.DrainRequest()) for _ in range(3000)]
+        codes = {await call.code() for call in calls}
+    assert codes == {grpc.StatusCode.OK}

@@ -19,6 +19,9 @@ from pageferry.runtime.logs import log
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+# Calls that came and that no handler has taken yet. Beyond its own limit, 1000, the library drops calls as CANCELLED;
+# whether there is room is for handlers to say, with a status that says so.
+_MAX_PENDING = 1_000_000
 
 
 class GrpcServer:
@@ -37,6 +40,8 @@ class GrpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.so_reuseport", 0),
+                ("grpc.server.max_pending_requests", _MAX_PENDING),
+                ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
