@@ -83,7 +83,13 @@ def test_a_port_in_use_is_named_before_anything_starts(tiny_model: Path, option:
 
 
 @pytest.mark.parametrize(
-    ("num_prefill", "num_decode", "message"), [(-1, 1, "--prefill is -1"), (1, 0, "--decode is 0, must be at least 1")]
+    ("num_prefill", "num_decode", "message"),
+    [
+        (-1, 1, "--prefill is -1, must be from 0 .* to 64"),
+        (65, 1, "--prefill is 65"),
+        (1, 0, "--decode is 0, must be from 1 to 64"),
+        (1, 10**20, "--decode is 1000"),
+    ],
 )
 def test_numbers_of_workers_are_checked(tiny_model: Path, num_prefill: int, num_decode: int, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):

@@ -16,6 +16,7 @@ from pageferry.core.model_files import resolve_model
 
 _COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _LOOPBACK = "127.0.0.1"
+MAX_WORKERS = 64  # of a role, on one machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,10 @@ class Launch:
 
 def plan(base: Config, num_prefill: int, num_decode: int, environment: Mapping[str, str]) -> Launch:
     """Choose ports and thread counts. Raises PageferryError where the model or a port can't be had."""
-    if num_prefill < 0:
-        raise invalid("--prefill", num_prefill, "must be 0 (decode workers compute prompts) or positive")
-    if num_decode < 1:
-        raise invalid("--decode", num_decode, "must be at least 1")
+    if not 0 <= num_prefill <= MAX_WORKERS:
+        raise invalid("--prefill", num_prefill, f"must be from 0 (decode workers compute prompts) to {MAX_WORKERS}")
+    if not 1 <= num_decode <= MAX_WORKERS:
+        raise invalid("--decode", num_decode, f"must be from 1 to {MAX_WORKERS}")
     resolve_model(base.engine.model)
     server = base.server
     with contextlib.ExitStack() as held:
