@@ -9,7 +9,7 @@ from pageferry.core.errors import DeadlineExceededError, PageferryError, Unavail
 from pageferry.core.prefix import page_hashes
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, choose
-from pageferry.router.queue import RequestQueue, Waiting
+from pageferry.router.queue import Queued, RequestQueue
 from pageferry.router.view import Dispatched
 from pageferry.router.workers import Role, Worker
 
@@ -40,14 +40,14 @@ class Grant:
 
 
 @dataclass(slots=True, eq=False)
-class Ask:
+class Ask(Queued):
     """A request as far as choosing workers goes; changed between tries by its owner."""
 
     token_ids: list[int]  # prompt, then what was generated before a retry
     demand: Demand
     excluded: set[str] = field(default_factory=set)  # prefill workers that failed it
     hashes: dict[bytes, list[bytes]] = field(default_factory=dict)  # by layout, as far as computed
-    granted: "asyncio.Future[Grant] | None" = None
+    granted: "asyncio.Future[Grant]" = field(init=False)  # once it is in the queue
     enqueued: float = 0.0
 
     def cached_tokens(self, worker: Worker) -> int:
@@ -79,7 +79,7 @@ class Dispatcher:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def enqueue(self, ask: Ask, *, priority: int, deadline: float | None) -> Waiting[Ask]:
+    def enqueue(self, ask: Ask) -> None:
         """The caller owes `abandon`.
 
         Raises UnavailableError where no worker could ever take it, ResourceExhaustedError where the queue is full.
@@ -87,63 +87,58 @@ class Dispatcher:
         hopeless = self._why_hopeless(ask)
         if hopeless is not None:
             raise hopeless
-        waiting = self._queue.add(ask, priority=priority, deadline=deadline)
+        self._queue.add(ask)
         self._begin(ask)
-        return waiting
 
-    def put_back(self, waiting: Waiting[Ask]) -> None:
+    def put_back(self, ask: Ask) -> None:
         """Let a request that was granted wait again, in its old place."""
-        self._queue.put_back(waiting)
-        self._begin(waiting.item)
+        self._queue.put_back(ask)
+        self._begin(ask)
 
-    async def wait(self, waiting: Waiting[Ask]) -> Grant:
+    async def wait(self, ask: Ask) -> Grant:
         """Until the request may go.
 
         Raises DeadlineExceededError, or UnavailableError once no worker can take it any more.
         """
-        granted = waiting.item.granted
-        assert granted is not None, "it is in the queue"
-        left_s = None if waiting.deadline is None else max(0.0, waiting.deadline - self._clock())
+        left_s = None if ask.deadline is None else max(0.0, ask.deadline - self._clock())
         try:
             async with asyncio.timeout(left_s):
-                return await granted
+                return await ask.granted
         except TimeoutError:
-            raise self._late(waiting) from None
+            raise self._late(ask) from None
 
-    def abandon(self, waiting: Waiting[Ask]) -> None:
+    def abandon(self, ask: Ask) -> None:
         """The request is over: it waits no more, and what was granted is given back; idempotent."""
-        self._queue.remove(waiting)
-        granted = waiting.item.granted
-        if granted is None or granted.cancel() or granted.cancelled() or granted.exception() is not None:
+        self._queue.remove(ask)
+        granted = ask.granted
+        if granted.cancel() or granted.cancelled() or granted.exception() is not None:
             return
         granted.result().release()
         self.pump()
 
-    def fail(self, waiting: Waiting[Ask], error: PageferryError) -> None:
+    def fail(self, ask: Ask, error: PageferryError) -> None:
         """End a request's wait with an error, if it waits."""
-        if self._queue.remove(waiting):
-            _fail(waiting, error)
+        if self._queue.remove(ask):
+            _fail(ask, error)
 
     def pump(self) -> None:
         """Send off the first of the queue for as long as workers can take it."""
         for late in self._queue.expire(self._clock()):
             _fail(late, self._late(late))
-        while (waiting := self._queue.first()) is not None:
-            hopeless = self._why_hopeless(waiting.item)
+        while (ask := self._queue.first()) is not None:
+            hopeless = self._why_hopeless(ask)
             if hopeless is not None:
-                self._queue.remove(waiting)
-                _fail(waiting, hopeless)
+                self._queue.remove(ask)
+                _fail(ask, hopeless)
                 continue
-            grant = self._grant(waiting.item)
+            grant = self._grant(ask)
             if grant is None:
                 return
-            self._queue.remove(waiting)
-            granted = waiting.item.granted
-            assert granted is not None, "it is in the queue"
-            if granted.done():  # its owner has gone
+            self._queue.remove(ask)
+            if ask.granted.done():  # its owner has gone
                 grant.release()
             else:
-                granted.set_result(grant)
+                ask.granted.set_result(grant)
 
     def _begin(self, ask: Ask) -> None:
         ask.granted = asyncio.get_running_loop().create_future()
@@ -157,8 +152,8 @@ class Dispatcher:
         reason = self._fleet.why_hopeless()
         return UnavailableError(reason, reason="NO_WORKER", retry_after_ms=RETRY_AFTER_MS) if reason else None
 
-    def _late(self, waiting: Waiting[Ask]) -> DeadlineExceededError:
-        waited_ms = (self._clock() - waiting.item.enqueued) * 1000
+    def _late(self, ask: Ask) -> DeadlineExceededError:
+        waited_ms = (self._clock() - ask.enqueued) * 1000
         message = f"the deadline passed after {waited_ms:.0f} ms in the router's queue"
         return DeadlineExceededError(message, reason="DEADLINE_IN_QUEUE")
 
@@ -197,10 +192,9 @@ class Dispatcher:
         return grant
 
 
-def _fail(waiting: Waiting[Ask], error: PageferryError) -> None:
-    granted = waiting.item.granted
-    if granted is not None and not granted.done():
-        granted.set_exception(error)
+def _fail(ask: Ask, error: PageferryError) -> None:
+    if not ask.granted.done():
+        ask.granted.set_exception(error)
 
 
 def prefill_state(worker: Worker, cached_tokens: int) -> PrefillState:

@@ -8,21 +8,22 @@ from typing import Generic, TypeVar
 from pageferry.core.errors import ResourceExhaustedError
 
 _RETRY_AFTER_MS = 1000
-_Item = TypeVar("_Item")
 
 
-@dataclass(slots=True, eq=False)
-class Waiting(Generic[_Item]):
+@dataclass(slots=True, eq=False, kw_only=True)
+class Queued:
     """One request's place; it keeps it when a worker refuses the request."""
 
-    item: _Item
-    priority: int  # lower goes first
-    arrival: int
+    priority: int = 0  # lower goes first
     deadline: float | None = None
+    arrival: int = 0  # set by the queue
 
     @property
     def place(self) -> tuple[int, int]:
         return (self.priority, self.arrival)
+
+
+_Item = TypeVar("_Item", bound=Queued)
 
 
 class RequestQueue(Generic[_Item]):
@@ -30,13 +31,13 @@ class RequestQueue(Generic[_Item]):
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._waiting: list[Waiting[_Item]] = []
+        self._waiting: list[_Item] = []
         self._num_arrivals = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, item: _Item, *, priority: int = 0, deadline: float | None = None) -> Waiting[_Item]:
+    def add(self, item: _Item) -> None:
         """Raises ResourceExhaustedError, with when to try again, where the queue is full."""
         if len(self._waiting) >= self._max_waiting:
             raise ResourceExhaustedError(
@@ -45,27 +46,26 @@ class RequestQueue(Generic[_Item]):
                 retry_after_ms=_RETRY_AFTER_MS,
             )
         self._num_arrivals += 1
-        waiting = Waiting(item, priority, self._num_arrivals, deadline)
-        insort(self._waiting, waiting, key=attrgetter("place"))
-        return waiting
+        item.arrival = self._num_arrivals
+        self.put_back(item)
 
-    def put_back(self, waiting: Waiting[_Item]) -> None:
+    def put_back(self, item: _Item) -> None:
         """Return a request that `remove` took out to its old place."""
-        insort(self._waiting, waiting, key=attrgetter("place"))
+        insort(self._waiting, item, key=attrgetter("place"))
 
-    def first(self) -> Waiting[_Item] | None:
+    def first(self) -> _Item | None:
         return self._waiting[0] if self._waiting else None
 
-    def remove(self, waiting: Waiting[_Item]) -> bool:
+    def remove(self, item: _Item) -> bool:
         """Take a request out; False where it is not in the queue."""
-        if waiting not in self._waiting:
+        if item not in self._waiting:
             return False
-        self._waiting.remove(waiting)
+        self._waiting.remove(item)
         return True
 
-    def expire(self, now: float) -> list[Waiting[_Item]]:
+    def expire(self, now: float) -> list[_Item]:
         """Take out the requests whose deadline has passed."""
-        late = [waiting for waiting in self._waiting if waiting.deadline is not None and waiting.deadline <= now]
-        for waiting in late:
-            self._waiting.remove(waiting)
+        late = [item for item in self._waiting if item.deadline is not None and item.deadline <= now]
+        for item in late:
+            self._waiting.remove(item)
         return late

@@ -18,7 +18,6 @@ from pageferry.router.dispatch import Ask, Dispatcher, Grant
 from pageferry.router.failures import PrefillFailedError, RefusedError
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Demand
-from pageferry.router.queue import Waiting
 from pageferry.router.request_span import Timeline
 from pageferry.router.workers import Role
 from pageferry.runtime.convert import work_to_proto
@@ -61,7 +60,7 @@ class Generation:
         self._num_tries = 0
         self._retries_left = serving.prefill_retries
         self._failure: PrefillFailedError | None = None  # the last one
-        self._waiting: Waiting[Ask] | None = None
+        self._ask: Ask | None = None
         self._current: Attempt | None = None
 
     @property
@@ -74,19 +73,20 @@ class Generation:
 
     async def events(self, started: pb.Started, deadline: float | None) -> Events:
         """`started`, then deltas, then Finished; or it raises the PageferryError that ends the request."""
-        ask = Ask(list(self._admitted.prompt_ids), self._demand())
+        ask = Ask(list(self._admitted.prompt_ids), self._demand(), priority=self._admitted.priority, deadline=deadline)
         dispatcher = self._serving.dispatcher
-        waiting = self._waiting = dispatcher.enqueue(ask, priority=self._admitted.priority, deadline=deadline)
+        dispatcher.enqueue(ask)
+        self._ask = ask
         try:
             yield pb.GenerateResponse(started=started)
-            async with aclosing(self._tokens(waiting)) as batches:
+            async with aclosing(self._tokens(ask)) as batches:
                 async for batch in batches:
                     yield pb.GenerateResponse(delta=self._delta(batch))
                     if self._text.matched_stop is not None:
                         self.finish = FINISH_REASON_STOP
                         break
         finally:
-            dispatcher.abandon(waiting)
+            dispatcher.abandon(ask)
         tail = self._text.finish()
         if tail:
             yield pb.GenerateResponse(delta=pb.Delta(text=tail))
@@ -94,8 +94,8 @@ class Generation:
 
     def end(self, error: PageferryError) -> None:
         """Make `events` raise the error at the next chance."""
-        if self._waiting is not None:
-            self._serving.dispatcher.fail(self._waiting, error)
+        if self._ask is not None:
+            self._serving.dispatcher.fail(self._ask, error)
         if self._current is not None:
             self._current.end(error)
 
@@ -118,10 +118,10 @@ class Generation:
             pages=self._timeline.pages,
         )
 
-    async def _tokens(self, waiting: Waiting[Ask]) -> AsyncGenerator[Tokens, None]:
+    async def _tokens(self, ask: Ask) -> AsyncGenerator[Tokens, None]:
         """New tokens in order, each once, over as many tries as it takes and is allowed."""
         while True:
-            attempt = self._current = self._attempt(await self._granted(waiting), waiting.deadline)
+            attempt = self._current = self._attempt(await self._granted(ask), ask.deadline)
             try:
                 async with aclosing(attempt.tokens()) as batches:
                     async for batch in batches:
@@ -134,17 +134,17 @@ class Generation:
                 refusal.worker.view.refusing = True
                 self._span.add_event("pageferry.refused", {"worker": refusal.worker.address, "reason": str(refusal)})
             except PrefillFailedError as failure:
-                self._plan_retry(failure, waiting.item)
+                self._plan_retry(failure, ask)
             except UnavailableError as error:
                 raise self._with_cause(error) from error
-            self._serving.dispatcher.put_back(waiting)
+            self._serving.dispatcher.put_back(ask)
 
-    async def _granted(self, waiting: Waiting[Ask]) -> Grant:
+    async def _granted(self, ask: Ask) -> Grant:
         """Wait in the queue; the wait and the choice become spans."""
-        enqueued = waiting.item.enqueued
+        enqueued = ask.enqueued
         grant: Grant | None = None
         try:
-            grant = await self._serving.dispatcher.wait(waiting)
+            grant = await self._serving.dispatcher.wait(ask)
         except UnavailableError as error:
             raise self._with_cause(error) from error
         finally:

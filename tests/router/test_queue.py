@@ -1,32 +1,46 @@
 """The router's queue: bounded, by priority, then by arrival; a refused request keeps its place."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, strategies as st
 
 from pageferry.core.errors import ResourceExhaustedError
-from pageferry.router.queue import RequestQueue
+from pageferry.router.queue import Queued, RequestQueue
 
 
-def drain(queue: RequestQueue[int]) -> list[int]:
-    items = []
-    while (waiting := queue.first()) is not None:
-        assert queue.remove(waiting)
-        items.append(waiting.item)
-    return items
+class Request(Queued):
+    def __init__(self, name: object, **place: Any) -> None:
+        super().__init__(**place)
+        self.name = name
+
+
+def add(queue: RequestQueue[Request], name: object, **place: Any) -> Request:
+    request = Request(name, **place)
+    queue.add(request)
+    return request
+
+
+def drain(queue: RequestQueue[Request]) -> list[object]:
+    names = []
+    while (request := queue.first()) is not None:
+        assert queue.remove(request)
+        names.append(request.name)
+    return names
 
 
 @given(st.lists(st.integers(-3, 3), max_size=30))
 def test_priority_then_arrival(priorities: list[int]) -> None:
-    queue: RequestQueue[int] = RequestQueue(100)
+    queue: RequestQueue[Request] = RequestQueue(100)
     for index, priority in enumerate(priorities):
-        queue.add(index, priority=priority)
+        add(queue, index, priority=priority)
     assert drain(queue) == [index for _, index in sorted((p, i) for i, p in enumerate(priorities))]
 
 
 @given(st.lists(st.integers(-1, 1), min_size=1, max_size=10), st.data())
 def test_a_refused_request_keeps_its_place(priorities: list[int], data: st.DataObject) -> None:
-    queue: RequestQueue[int] = RequestQueue(100)
-    places = [queue.add(index, priority=priority) for index, priority in enumerate(priorities)]
+    queue: RequestQueue[Request] = RequestQueue(100)
+    places = [add(queue, index, priority=priority) for index, priority in enumerate(priorities)]
     for waiting in data.draw(st.lists(st.sampled_from(places), unique=True)):
         assert queue.remove(waiting)
         queue.put_back(waiting)
@@ -34,24 +48,20 @@ def test_a_refused_request_keeps_its_place(priorities: list[int], data: st.DataO
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
-    queue: RequestQueue[str] = RequestQueue(1)
-    first = queue.add("a")
+    queue: RequestQueue[Request] = RequestQueue(1)
+    first = add(queue, "a")
     with pytest.raises(ResourceExhaustedError, match="1 requests wait, the limit is 1") as caught:
-        queue.add("b")
+        add(queue, "b")
     assert caught.value.retry_after_ms
     queue.remove(first)
-    queue.add("c")
+    add(queue, "c")
     queue.put_back(first)  # never refused: it was accepted before
-    assert drain_texts(queue) == ["a", "c"]
-
-
-def drain_texts(queue: RequestQueue[str]) -> list[str]:
-    return [waiting.item for waiting in iter(queue.first, None) if waiting and queue.remove(waiting)]
+    assert drain(queue) == ["a", "c"]
 
 
 def test_what_is_past_its_deadline_leaves() -> None:
-    queue: RequestQueue[int] = RequestQueue(10)
-    late, early, never = queue.add(0, deadline=9.0), queue.add(1, deadline=5.0), queue.add(2)
+    queue: RequestQueue[Request] = RequestQueue(10)
+    late, early, never = add(queue, 0, deadline=9.0), add(queue, 1, deadline=5.0), add(queue, 2)
     assert queue.expire(4.9) == []
     assert queue.expire(5.0) == [early]
     assert not queue.remove(early)
