@@ -17,7 +17,8 @@ from pageferry.cli.launch import Launch, plan
 from pageferry.cli.supervisor import Report, Supervisor
 from pageferry.client import Client
 from pageferry.core.config import Config, load_config
-from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError, invalid
+from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from pageferry.core.settings import parse_overrides
 from pageferry.v1 import inference_pb2 as pb
 
 DEFAULT_PORT = 50051
@@ -61,12 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def base_config(arguments: argparse.Namespace) -> Config:
     """Defaults, then PAGEFERRY_SECTION_FIELD, then flags. Raises InvalidArgumentError."""
-    overrides: dict[str, object] = {}
-    for text in arguments.set:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise invalid("--set", text, "must be SECTION.FIELD=VALUE")
-        overrides[name] = value
+    overrides = parse_overrides(arguments.set)
     for name, setting in _SETTINGS.items():
         if (value := getattr(arguments, name)) is not None:
             overrides[setting] = value

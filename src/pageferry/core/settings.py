@@ -1,11 +1,11 @@
 """Settings before they are configuration: values as they were given, each with its source, and their conversion."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError
+from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
 
 ENVIRONMENT_PREFIX = "PAGEFERRY_"
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
@@ -42,6 +42,17 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Setting]:
             key = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", ".", 1)
             settings[key] = Setting(text, f"environment variable {variable}")
     return settings
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, object]:
+    """Of the option `--set SECTION.FIELD=VALUE`, however often it was given."""
+    overrides: dict[str, object] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or "." not in name:
+            raise invalid("--set", text, "must be SECTION.FIELD=VALUE")
+        overrides[name] = value
+    return overrides
 
 
 def convert(key: str, setting: Setting, default: object) -> object:

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from pageferry.core.config import Config, load_config
-from pageferry.core.errors import PageferryError, invalid
+from pageferry.core.errors import PageferryError
+from pageferry.core.settings import parse_overrides
 from pageferry.runtime.logs import configure_logging, log
 
 _PR_SET_PDEATHSIG = 1
@@ -28,7 +29,7 @@ def run_service(main: Main, *, name: str, arguments: list[str] | None = None) ->
         options = _parse(name, sys.argv[1:] if arguments is None else arguments)
         if options.die_with_parent:
             _die_with_parent()
-        overrides = dict(_override(text) for text in options.set)
+        overrides = parse_overrides(options.set)
         config = load_config(options.config, dict(os.environ), overrides)
         configure_logging(name, config.telemetry.log_level)
         return _run(main, config)
@@ -50,13 +51,6 @@ def _parse(name: str, arguments: list[str]) -> argparse.Namespace:
         "--die-with-parent", action="store_true", help="stop when the process that started this one ends"
     )
     return parser.parse_args(arguments)
-
-
-def _override(text: str) -> tuple[str, object]:
-    name, equals, value = text.partition("=")
-    if not equals or "." not in name:
-        raise invalid("--set", text, "must be SECTION.FIELD=VALUE")
-    return name, value
 
 
 def _die_with_parent() -> None:
