@@ -1,7 +1,9 @@
-"""The engine thread's side of the hand-offs: tickets, and the references that copies in flight hold."""
+"""The tickets of hand-offs and the references that copies in flight hold: the engine thread's side, and the loop's."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence as ListLike
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from pageferry.core.errors import FailedPreconditionError, PageferryError, UnavailableError, invalid
 from pageferry.core.handoff import Ticket, TicketTable
@@ -9,7 +11,9 @@ from pageferry.core.layout import PageLayout
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId, PagePool
 from pageferry.core.sequence import Sequence
-from pageferry.runtime.receive import Grant
+from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.receive import FrameKey, Grant
 
 Frame = tuple[int, int, int]  # page index, first layer, number of layers
 
@@ -131,6 +135,56 @@ class TicketDesk:
         for push, (other, _) in self._pushes.items():
             if other is ticket:
                 self._actions.end_push(push, error)
+
+
+class EngineDesk:
+    """The runtime's TicketDesk, on the event loop: passes on what a push asks of the tickets."""
+
+    def __init__(
+        self,
+        desk: TicketDesk,
+        engine: EngineThread[Any],
+        clock: Callable[[], float],
+        metrics: Metrics,
+        *,
+        lease_ms: int,
+        vocab_size: int,
+    ) -> None:
+        self._desk = desk
+        self._engine = engine
+        self._clock = clock
+        self._metrics = metrics
+        self._lease_ms = lease_ms
+        self._vocab_size = vocab_size
+
+    async def open(self, ticket: bytes, layout: PageLayout) -> Grant:
+        grant = Grant(ticket, self._lease_ms)  # known to the desk by itself, so that an end can come before its pages
+        opening: Opening | None = None
+        try:
+            opening = await self._engine.call(lambda: self._desk.open(grant, ticket, layout, self._clock()))
+        finally:
+            if opening is None:  # refused, or cancelled while the engine opened it all the same
+                self._post(lambda: self._desk.close(grant, None))
+        grant.first_page, grant.pages = opening.first_page, opening.pages
+        return grant
+
+    def receive(self, grant: Grant, frames: ListLike[FrameKey]) -> None:
+        self._post(lambda: self._desk.receive(grant, frames, self._clock()))
+
+    async def commit(self, grant: Grant, covered_tokens: int, first: tuple[int, SampledToken] | None) -> None:
+        if first is not None and first[1].token_id >= self._vocab_size:
+            limit = f"must be below the vocabulary's size, {self._vocab_size}"
+            raise invalid("commit.first_tokens.token_id", first[1].token_id, limit)
+        await self._engine.call(lambda: self._desk.commit(grant, covered_tokens, first, self._clock()))
+
+    def close(self, grant: Grant, error: PageferryError | None) -> None:
+        if error is not None:
+            self._metrics.count_broken_handoff()
+        self._post(lambda: self._desk.close(grant, error))
+
+    def _post(self, command: Callable[[], object]) -> None:
+        with suppress(UnavailableError):  # after the thread's end there is nothing to give back to
+            self._engine.post(command)
 
 
 def _broken(error: PageferryError | None) -> UnavailableError:

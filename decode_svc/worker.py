@@ -17,9 +17,8 @@ from pageferry.core.layout import PageSink
 from pageferry.core.limits import ModelLimits
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import Sequence
-from pageferry.decode_svc.events import Completed, Event, Failed, Figures, HandoffEnded
-from pageferry.decode_svc.receiving import EngineDesk
-from pageferry.decode_svc.step import DecodeStep
+from pageferry.decode_svc.desk import EngineDesk
+from pageferry.decode_svc.step import Completed, DecodeStep, Event, Failed, Figures, HandoffEnded
 from pageferry.runtime.convert import finish_to_proto, layout_to_proto, token_to_proto, work_from_proto
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver

@@ -1,4 +1,4 @@
-"""One step of a prefill worker: page pool, scheduler and model joined, on the engine's thread, without I/O."""
+"""One step of a prefill worker: pool, scheduler and model joined, and what it has to tell the event loop."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -22,8 +22,7 @@ from pageferry.core.plan import Emitted, SampledToken
 from pageferry.core.pool import PagePool
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.decode_svc.desk import Opening
-from pageferry.decode_svc.events import ChunkDone, Completed, Event, Failed, HandoffEnded
-from pageferry.decode_svc.step import DecodeStep
+from pageferry.decode_svc.step import ChunkDone, Completed, DecodeStep, Event, Failed, HandoffEnded
 from pageferry.runtime.reports import LoadReport
 
 B = LAYOUT.page_size
