@@ -56,7 +56,17 @@ def test_shards_come_from_the_index_and_stay_in_the_directory(tmp_path: Path) ->
     assert paths == (tmp_path / "one.safetensors", tmp_path / "two.safetensors")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"text"', "\xff"])
+def test_an_index_that_names_no_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for names in ({"a": 1, "b": "one.safetensors"}, {"a": ["one.safetensors"]}):
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(InvalidArgumentError, match=r"index\.json: weight_map must name files"):
+            resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '"text"', "\xff", "[" * 100_000], ids=["cut short", "a list", "a text", "not UTF-8", "deep"]
+)
 def test_a_broken_config_names_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     (tmp_path / "model.safetensors").write_bytes(b"")

@@ -112,8 +112,10 @@ def safetensors_paths(files: ModelFiles) -> tuple[Path, ...]:
         weight_map = read_json(directory / _INDEX).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InvalidArgumentError(f"{directory / _INDEX} has no weight_map", reason="MODEL_INVALID")
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise InvalidArgumentError(f"{directory / _INDEX}: weight_map must name files", reason="MODEL_INVALID")
         # Only the last part of each name: an index must not lead out of the directory.
-        paths = tuple(directory / Path(str(name)).name for name in sorted(set(weight_map.values())))
+        paths = tuple(directory / Path(name).name for name in sorted(set(weight_map.values())))
     else:
         paths = (directory / _SINGLE,)
     missing = [path.name for path in paths if not path.is_file()]
@@ -128,7 +130,7 @@ def safetensors_paths(files: ModelFiles) -> tuple[Path, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{path} is not readable JSON: {error}", reason="MODEL_INVALID") from None
     if not isinstance(value, dict):
         raise InvalidArgumentError(f"{path} must hold one JSON object", reason="MODEL_INVALID")
