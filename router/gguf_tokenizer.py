@@ -75,16 +75,28 @@ class GgufVocabulary:
             raise _wrong(f"{name}_token_id", token_id, f"must be from 0 to {len(self.tokens) - 1}")
         return self.tokens[token_id]
 
+    def _merges(self) -> list[tuple[str, str]]:
+        known, merges = set(self.tokens), []
+        for merge in self._strings("merges"):
+            left, _, right = merge.partition(" ")
+            if not {left, right, left + right} <= known:
+                raise _wrong("merges", merge[:64], "must be two tokens that are one token together")
+            merges.append((left, right))
+        return merges
+
     @property
     def adds_bos(self) -> bool:
         return bool(self.get("add_bos_token", self.pre in _WITH_BOS))
 
     def build(self) -> Tokenizer:
-        merges = [tuple(merge.split(" ", 1)) for merge in self._strings("merges")]
+        types = self.get("token_type") or [0] * len(self.tokens)
+        if not isinstance(types, list) or len(types) != len(self.tokens):
+            num_types = f"{len(types)} numbers" if isinstance(types, list) else types
+            raise _wrong("token_type", num_types, f"must be one number for each of {len(self.tokens)} tokens")
         tokenizer = Tokenizer(
             models.BPE(
                 vocab={token: index for index, token in enumerate(self.tokens)},
-                merges=[(left, right) for left, right in merges],
+                merges=self._merges(),
                 ignore_merges=self.pre in _WHOLE_WORDS,
             )
         )
@@ -92,7 +104,6 @@ class GgufVocabulary:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = _PRE[self.pre]()
         tokenizer.decoder = decoders.ByteLevel()
-        types = self.get("token_type") or []
         tokenizer.add_special_tokens([_added(self.tokens[i]) for i, kind in enumerate(types) if kind == _CONTROL])
         tokenizer.add_tokens([_added(self.tokens[i]) for i, kind in enumerate(types) if kind == _USER_DEFINED])
         return tokenizer

@@ -134,6 +134,21 @@ def test_an_unknown_vocabulary_is_refused(changes: dict[str, object], message: s
         GgufVocabulary(byte_level_metadata(**changes)).token_of("bos")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"merges": ["12"]}, "tokenizer.ggml.merges is '12', must be two tokens that are one token together"),
+        ({"merges": ["1 \0"]}, "tokenizer.ggml.merges is"),
+        ({"merges": ["1 2", "1 3"]}, "tokenizer.ggml.merges is '1 3'"),
+        ({"token_type": [1, 3]}, "tokenizer.ggml.token_type is '2 numbers', must be one number for each of 260 tokens"),
+        ({"token_type": 3}, "tokenizer.ggml.token_type is 3"),
+    ],
+)
+def test_a_broken_vocabulary_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        GgufVocabulary(byte_level_metadata(**changes)).build()
+
+
 def test_bos_is_added_where_the_file_or_its_kind_says_so() -> None:
     assert not GgufVocabulary(byte_level_metadata(pre="smollm")).adds_bos
     assert GgufVocabulary(byte_level_metadata(pre="llama-bpe")).adds_bos
