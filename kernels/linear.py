@@ -1,7 +1,8 @@
 """y = x Wᵀ + b, with W repacked once into the blocked order that oneDNN multiplies fastest.
 
 Shapes: x [T, in], W [out, in], b [out] or None, y [T, out]; fp32 or bf16, accumulated in fp32.
-A row's last bits may depend on T: oneDNN picks its blocking by shape.
+A row's last bits may depend on T: oneDNN picks its blocking by shape. It also keeps up to a megabyte of code and buffers
+for each shape that it has met, so T is padded to one of few sizes.
 """
 
 import torch
@@ -21,8 +22,18 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self._is_packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
+            num_rows = len(x)
+            padded = functional.pad(x, (0, 0, 0, _padded_rows(num_rows) - num_rows))
+            return torch.ops.mkldnn._linear_pointwise(padded, self._weight, self.bias, "none", [], "")[:num_rows]
         return functional.linear(x, self._weight, self.bias)
+
+
+def _padded_rows(num_rows: int) -> int:
+    """The next of 1, 2, 4, 8, 16, 24, 32, 64, 96, ..."""
+    if num_rows <= 8:
+        return 1 << max(0, num_rows - 1).bit_length()
+    step = 8 if num_rows <= 32 else 32
+    return -(-num_rows // step) * step
 
 
 def linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
