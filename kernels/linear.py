@@ -1,8 +1,8 @@
 """y = x Wᵀ + b, with W repacked once into the blocked order that oneDNN multiplies fastest.
 
 Shapes: x [T, in], W [out, in], b [out] or None, y [T, out]; fp32 or bf16, accumulated in fp32.
-A row's last bits may depend on T: oneDNN picks its blocking by shape. It also keeps up to a megabyte of code and buffers
-for each shape that it has met, so T is padded to one of few sizes.
+A row's last bits may depend on T: oneDNN picks its blocking by shape. It also keeps up to a megabyte of code and
+buffers for each shape that it has met, so T is padded to one of few sizes.
 """
 
 import torch
