@@ -25,7 +25,7 @@ def test_a_hand_off_from_ticket_to_use() -> None:
 
 @pytest.mark.parametrize("num_tokens", [63, 64, 65, 127, 128])
 @pytest.mark.parametrize("num_cached_pages", [0, 3])
-def test_c9_both_sides_count_the_pages_of_the_prompt_alone(num_tokens: int, num_cached_pages: int) -> None:
+def test_both_sides_count_the_pages_of_the_prompt_alone(num_tokens: int, num_cached_pages: int) -> None:
     layout = replace(LAYOUT, page_size=16)
     table = TicketTable(b"d1", LEASE_S, layout)
     num_pages = -(-num_tokens // 16)
@@ -87,7 +87,7 @@ def test_a_ticket_of_an_older_incarnation_is_unknown() -> None:
     assert ID.hex() not in caught.value.message  # it is a secret
 
 
-def test_b8_layouts_that_differ_are_refused_with_both_values() -> None:
+def test_layouts_that_differ_are_refused_with_both_values() -> None:
     table = new_table()
     ticket = issue(table)
     with pytest.raises(FailedPreconditionError, match=r"page_size 4 \(receiver\) and 8 \(sender\)") as caught:
@@ -127,7 +127,7 @@ def test_a_layer_that_comes_twice_is_refused(first_layer: int, num_layers: int) 
     table.receive(ticket, 1, 2, 1, now=0.0)
 
 
-def test_b9_a_hand_off_that_lacks_a_page_is_never_committed() -> None:
+def test_a_hand_off_that_lacks_a_page_is_never_committed() -> None:
     table = new_table()
     ticket = issue(table, num_tokens=24, num_cached_pages=0)
     table.open(ID, LAYOUT, now=0.0)

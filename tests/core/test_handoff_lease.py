@@ -57,7 +57,7 @@ def test_a_committed_ticket_depends_on_no_peer() -> None:
     table.consume(ticket)
 
 
-def test_b5_a_commit_after_the_lease_is_refused_even_before_expiry_is_noticed() -> None:
+def test_a_commit_after_the_lease_is_refused_even_before_expiry_is_noticed() -> None:
     table = TicketTable(b"d1", 1.0, LAYOUT)
     pool = PagePool(4)
     pages = pool.allocate(4, reserved=True)
@@ -78,7 +78,7 @@ def test_b5_a_commit_after_the_lease_is_refused_even_before_expiry_is_noticed() 
     pool.check_integrity()
 
 
-def test_b6_a_cancel_in_mid_transfer_ends_the_ticket_and_late_messages_are_refused() -> None:
+def test_a_cancel_in_mid_transfer_ends_the_ticket_and_late_messages_are_refused() -> None:
     table = new_table()
     pool = PagePool(4)
     for attempt in range(20):

@@ -1,4 +1,4 @@
-"""I3, I4 and I5 under any order of both sides' calls, the network's delays and the passing of time."""
+"""Under any order of both sides' calls, the network's delays and the passing of time, only what came whole is used."""
 
 from collections import deque
 from collections.abc import Callable

@@ -51,7 +51,7 @@ def test_the_ranges_of_all_layers_are_the_page_but_for_its_padding(layout: PageL
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pages"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (128, 8), (129, 9)])
-def test_c9_pages_of_a_prompt(num_tokens: int, num_pages: int) -> None:
+def test_pages_of_a_prompt(num_tokens: int, num_pages: int) -> None:
     assert SMOLLM2.num_pages(num_tokens) == num_pages
 
 
@@ -89,7 +89,7 @@ def test_another_layout_has_another_cache_key() -> None:
         )
     ),
 )
-def test_b8_a_difference_is_refused_with_both_values(other: PageLayout, difference: str) -> None:
+def test_a_difference_is_refused_with_both_values(other: PageLayout, difference: str) -> None:
     with pytest.raises(FailedPreconditionError) as caught:
         SMOLLM2.check_equal(other, ours="P", theirs="D")
     assert caught.value.message == f"page layouts differ: {difference}"
@@ -103,7 +103,7 @@ def test_equal_layouts_agree_and_all_differences_are_named() -> None:
 
 
 @pytest.mark.parametrize("field", ["page_size", "num_layers", "num_kv_heads", "head_dim"])
-def test_i2_a_layout_of_nothing_is_refused(field: str) -> None:
+def test_a_layout_of_nothing_is_refused(field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=f"{field} is 0, must be at least 1"):
         replace(SMOLLM2, **{field: 0})  # type: ignore[arg-type]
 

@@ -65,7 +65,7 @@ def test_the_last_owner_frees_a_page() -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_d6_a_double_free_raises_and_harms_nothing(cached: bool) -> None:
+def test_a_double_free_raises_and_harms_nothing(cached: bool) -> None:
     pool = PagePool(2)
     pages = allocate(pool, 1)
     if cached:
@@ -97,7 +97,7 @@ def test_reserved_pages_become_resident_by_commit_once() -> None:
         pool.commit(pages)
 
 
-def test_b6_a_cancel_in_mid_transfer_frees_reserved_pages_when_the_copy_ends() -> None:
+def test_a_cancel_in_mid_transfer_frees_reserved_pages_when_the_copy_ends() -> None:
     pool = PagePool(4)
     for _ in range(20):
         pages = allocate(pool, 4, reserved=True)
@@ -140,7 +140,7 @@ def test_eviction_takes_the_least_recently_used_and_the_end_of_a_prompt_first() 
         assert sorted(pool.cached_hashes()) == [HASHES[index] for index in remaining]
 
 
-def test_d6_pages_in_use_are_never_evicted_under_a_flood() -> None:
+def test_pages_in_use_are_never_evicted_under_a_flood() -> None:
     pool = PagePool(16)
     prefix = allocate(pool, 10)
     hashes = page_hashes(range(40), 4, salt="", layout_key=b"")

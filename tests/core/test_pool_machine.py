@@ -1,4 +1,4 @@
-"""I1 and I2 under any order of calls, with pages that have content: what an owner wrote stays until it lets go."""
+"""Pages have one owner under any order of calls, and content: what an owner wrote stays until it lets go."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -32,14 +32,14 @@ def test_equal_pages_after_unequal_ones_differ() -> None:
     assert len({*first, *second}) == 4
 
 
-def test_d4_another_salt_or_layout_shares_nothing() -> None:
+def test_another_salt_or_layout_shares_nothing() -> None:
     token_ids = list(range(16))
     kinds = [hashes(token_ids), hashes(token_ids, salt="t1"), hashes(token_ids, salt="t2")]
     kinds.append(page_hashes(token_ids, 4, salt="", layout_key=bytes(16)))
     assert len({page_hash for kind in kinds for page_hash in kind}) == 16
 
 
-def test_d7_prompts_share_only_the_pages_whose_ids_are_equal() -> None:
+def test_prompts_share_only_the_pages_whose_ids_are_equal() -> None:
     one, two = [1, 2, 3, 4, 5, 198, 198, 9], [1, 2, 3, 4, 5, 271, 9, 10]
     assert hashes(one)[0] == hashes(two)[0]
     assert hashes(one)[1] != hashes(two)[1]

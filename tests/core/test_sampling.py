@@ -89,7 +89,7 @@ def test_token_limits_are_checked() -> None:
         ([7, 8, 9, 106], FinishReason.STOP),
     ],
 )
-def test_f6_a_generation_ends_by_stop_id_after_min_tokens_or_by_length(
+def test_a_generation_ends_by_stop_id_after_min_tokens_or_by_length(
     output: list[int], reason: FinishReason | None
 ) -> None:
     stop = StopParams(max_tokens=4, min_tokens=3, stop_token_ids=frozenset({1, 106}))

@@ -1,4 +1,4 @@
-"""Both schedulers under any order of commands, in pools of a few pages: I1, I2, I5, I6, and every output is golden."""
+"""Both schedulers under any order of commands, in pools of a few pages: nothing is lost, and every output is golden."""
 
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
@@ -124,7 +124,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(milliseconds=st.integers(0, 10))
     def expire(self, milliseconds: int) -> None:
-        """I5: by time alone, whatever else goes on."""
+        """By time alone, whatever else goes on."""
         self.driver.now += milliseconds / 1000
         expired = {ended.sequence for ended in self.driver.scheduler.expire(self.driver.now)}
         due = {one for one in self.live if one.deadline is not None and one.deadline <= self.driver.now}

@@ -105,7 +105,7 @@ class Side:
         self.executor.shutdown()
 
     async def is_idle(self) -> bool:
-        """IDLE-CHECK, on the engine's thread."""
+        """Nothing is held or under way; looked at on the engine's thread."""
 
         def check() -> bool:
             self.pool.check_integrity()

@@ -195,7 +195,7 @@ class Driver:
         assert self.ended[one].failure == ""
 
     def check_idle(self) -> None:
-        """I2: nothing waits or runs, and every page is free or cached."""
+        """Nothing waits or runs, and every page is free or cached."""
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.queued_prompt_tokens == 0
         assert self.pool.num_available == self.pool.num_pages
