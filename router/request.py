@@ -135,7 +135,7 @@ class Generation:
                 self._span.add_event("pageferry.refused", {"worker": refusal.worker.address, "reason": str(refusal)})
             except PrefillFailedError as failure:
                 self._plan_retry(failure, ask)
-            except UnavailableError as error:
+            except (UnavailableError, InternalError) as error:
                 raise self._with_cause(error) from error
             self._serving.dispatcher.put_back(ask)
 
@@ -224,4 +224,5 @@ class Generation:
             return error
         cause = self._failure.error
         message = f"prefill worker {self._failure.worker.address} failed: {cause.message}; then {error.message}"
-        return UnavailableError(message, reason=cause.reason, retry_after_ms=error.retry_after_ms)
+        reason = cause.reason if isinstance(error, UnavailableError) else error.reason
+        return type(error)(message, reason=reason, retry_after_ms=error.retry_after_ms)
