@@ -12,6 +12,7 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter
 
 from pageferry.core.errors import (
+    AlreadyExistsError,
     DeadlineExceededError,
     FailedPreconditionError,
     ResourceExhaustedError,
@@ -129,6 +130,7 @@ async def test_a_token_that_is_no_whole_character_is_told_by_its_bytes() -> None
     ("error", "status", "code"),
     [
         (invalid("temperature", -1.0, "must be 0 or finite and positive"), 400, "invalid_field"),
+        (AlreadyExistsError("request_id 'id-7' is live", reason="REQUEST_ID_LIVE"), 409, "request_id_live"),
         (FailedPreconditionError("the model has no chat template", reason="NO_CHAT_TEMPLATE"), 400, "no_chat_template"),
         (ResourceExhaustedError("queue is full", retry_after_ms=1500, reason="QUEUE_FULL"), 429, "queue_full"),
         (ResourceExhaustedError("prompt has 9 bytes, at most 8", reason="TOO_LARGE"), 413, "too_large"),

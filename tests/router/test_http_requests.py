@@ -76,6 +76,7 @@ def test_an_empty_list_of_ids_is_left_to_the_frontend() -> None:
         ({"n": 2}, "n", "n is not supported"),
         ({"tools": [{}]}, "tools", "tools is not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"cache_salt": "another tenant's"}, "cache_salt", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"xyz": None}, "xyz", "not a field of /v1/chat/completions"),

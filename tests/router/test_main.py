@@ -1,21 +1,25 @@
 """The router's main function over fake workers: both servers, health, traces, and the drain."""
 
 import asyncio
+import json
+import shutil
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
-from fake_workers import MODEL, Answer, Rig, Script
+from fake_workers import LAYOUT, MODEL, Answer, Rig, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.core.config import Config, EngineConfig, RouterConfig, ServerConfig
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.router.__main__ import main
+from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -117,6 +121,47 @@ async def test_a_drain_lets_a_live_stream_end(workers: Rig) -> None:
         while (event := await call.read()) is not grpc.aio.EOF:
             answer.take(event)
         assert (answer.text, answer.reason) == ("abc", "length")
+
+
+@pytest.mark.parametrize("problem", ["no chat template", "error in line 1"])
+async def test_a_model_without_a_usable_chat_template_is_told_at_the_start_and_completes(
+    workers: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture, problem: str
+) -> None:
+    model = Path(shutil.copytree(workers.model_dir, tmp_path / MODEL))
+    tokenizer_config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    del tokenizer_config["chat_template"]
+    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer_config), encoding="utf-8")
+    if problem != "no chat template":
+        (model / "chat_template.jinja").write_text("{% for %}", encoding="utf-8")
+    config = replace(config_for(workers, http_port=free_port()), engine=EngineConfig(model=str(model)))
+    async with running(config, asyncio.Event()) as channel, httpx.AsyncClient() as http:
+        (logged,) = [record for record in caplog.records if record.message == "no_chat_template"]
+        assert problem in logged.pageferry_fields["problem"]
+        chat = ask()
+        chat.chat.messages.add(role="user", content="Hi")
+        with pytest.raises(grpc.aio.AioRpcError, match=problem) as caught:
+            await InferenceServiceStub(channel).Generate(chat).read()
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        url = f"http://127.0.0.1:{config.server.http_port}/v1"
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+        refused = await http.post(f"{url}/chat/completions", json=body)
+        assert refused.status_code == 400
+        assert "put a chat template into" in refused.json()["error"]["message"]
+        reply = await http.post(f"{url}/completions", json={"model": MODEL, "prompt": "Say.", "max_tokens": 3})
+        assert reply.json()["choices"][0]["text"] == "abc"
+
+
+async def test_health_says_that_workers_do_not_fit(workers: Rig) -> None:
+    async with running(config_for(workers), asyncio.Event()) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == SERVING
+        workers.prefill.snapshot.layout.CopyFrom(layout_to_proto(replace(LAYOUT, page_size=32)))
+        workers.prefill.restart()
+        await workers.prefill.server.__aexit__(None, None, None)
+        await workers.serve(workers.prefill, workers.log.tracer())
+        async with asyncio.timeout(5):
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
 
 
 async def test_what_is_wrong_at_the_start_is_one_clear_error(workers: Rig) -> None:

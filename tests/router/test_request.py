@@ -1,6 +1,7 @@
 """The life of a request over workers that replay tokens: hand-off, retries, cancels, stops, and always one end."""
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -146,6 +147,46 @@ async def test_stop_string_ends_both_calls(rig: Make, from_prefill: bool) -> Non
         await router.check_idle()
 
 
+@pytest.mark.parametrize("num_prompt", [15, 16, 17])
+@pytest.mark.parametrize("batch", [1, 3])
+async def test_a_stop_string_completed_by_the_last_token_is_a_stop(rig: Make, num_prompt: int, batch: int) -> None:
+    tokens = [4 + byte for byte in b"abcdefghijklmnopqrstuvwxyz"]
+    async with rig(tokens) as router:
+        router.decode.batch = batch
+        answer = await router.generate(ask(num_prompt, max_tokens=20, stop_strings=["st"]))
+        assert answer.token_ids == tokens[:20]
+        assert answer.positions == list(range(20))
+        assert (answer.text, answer.reason, answer.finished.matched_stop) == ("abcdefghijklmnopqr", "stop", "st")
+        assert answer.finished.usage == types.Usage(prompt_tokens=num_prompt, completion_tokens=20)
+        await router.check_idle()
+
+
+async def test_only_an_unfinished_character_at_the_very_end_is_replaced(rig: Make) -> None:
+    text = "😀 ďábel 北京 👩‍👩‍👧"
+    tokens = [4 + byte for byte in text.encode()]  # a byte each
+    async with rig(tokens) as router:
+        assert (await router.generate(ask(max_tokens=len(tokens)))).text == text
+        for num_tokens in range(1, len(tokens)):
+            answer = await router.generate(ask(max_tokens=num_tokens))
+            assert answer.text == router.tokenizer.decode(tokens[:num_tokens])
+            assert "\N{REPLACEMENT CHARACTER}" not in answer.text[:-1]
+            assert (len(answer.token_ids), answer.reason) == (num_tokens, "length")
+
+
+async def test_every_end_id_of_the_model_ends_it_unless_ignored(tiny_model: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "tiny"))
+    (model / "generation_config.json").write_text('{"eos_token_id": [1, 106]}', encoding="utf-8")
+    tokens = [100, 101, 106, 102, 1, 103, 104, 105]
+    async with Rig(str(model), Script(tokens)) as router:
+        assert (await router.generate(ask(max_tokens=8))).token_ids == [100, 101, 106]
+        request = ask(max_tokens=8)
+        request.stop.min_tokens = 4
+        assert (await router.generate(request)).token_ids == [100, 101, 106, 102, 1]
+        request.stop.ignore_eos = True
+        answer = await router.generate(request)
+        assert (answer.token_ids, answer.reason) == (tokens, "length")
+
+
 async def test_min_tokens_wins_over_stop_strings_and_eos(rig: Make) -> None:
     newline = 4 + ord("\n")
     async with rig([100, newline, *[EOS] * 3, *range(100, 120), newline, 101, 102]) as router:
@@ -256,6 +297,13 @@ async def test_no_worker_left_says_why_the_prefill_failed(rig: Make) -> None:
             await reading
         assert caught.value.reason == "P_BROKEN"
         await router.check_idle()
+        spans = await router.log.wait(8)
+        assert assert_one_tree(spans).attributes["rpc.response.status_code"] == "UNAVAILABLE"
+        calls = {(span.name.rpartition("/")[2], span.kind): span for span in spans if "Service/" in span.name}
+        ends = {call: span.attributes["rpc.response.status_code"] for call, span in calls.items()}
+        both = (SpanKind.CLIENT, SpanKind.SERVER)
+        assert {ends["Prefill", kind] for kind in both} == {"UNAVAILABLE"}
+        assert {ends["Decode", kind] for kind in both} == {"CANCELLED"}
 
 
 async def test_what_the_request_itself_is_to_blame_for_is_not_tried_again(rig: Make) -> None:
@@ -346,19 +394,25 @@ async def test_cancel_in_the_queue(rig: Make) -> None:
         assert len(router.decode.works) == 1
 
 
-@pytest.mark.parametrize("blocked", ["reserve", "prefill"])
-async def test_leaving_before_the_first_token_ends_what_was_begun(rig: Make, blocked: str) -> None:
+@pytest.mark.parametrize("blocked", ["reserve", "prefill", "push"])
+async def test_leaving_while_a_worker_is_stuck_ends_what_was_begun_each_time(rig: Make, blocked: str) -> None:
     async with rig() as router:
-        gate = router.decode.admit if blocked == "reserve" else router.prefill.compute
-        gate.clear()
-        for _ in range(5):
-            reading = asyncio.create_task(router.generate(ask(1000)))
-            worker = router.decode if blocked == "reserve" else router.prefill
-            await eventually(lambda worker=worker: worker.num_live == 1)
+        gates = {"reserve": router.decode.admit, "prefill": router.prefill.compute, "push": router.prefill.push}
+        gates[blocked].clear()
+        worker = router.decode if blocked == "reserve" else router.prefill
+        for _ in range(50):
+            stream = router.stream(ask(1000))
+            if blocked == "push":  # the prefill is done, and its token has come
+                await read(stream, 1)
+            reading = asyncio.create_task(read(stream, 1))
+            await eventually(lambda: worker.num_live == 1)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
-            await router.check_idle()
-        gate.set()
+            await stream.aclose()
+            async with asyncio.timeout(1):
+                await router.check_idle()
+        assert worker.num_cancelled == 50
+        gates[blocked].set()
         assert (await router.generate(ask(1000))).token_ids == TOKENS[:5]
 
 
@@ -389,8 +443,8 @@ async def test_a_live_id_is_refused_and_free_again_afterwards(rig: Make) -> None
         with pytest.raises(AlreadyExistsError, match="'id-7' is live"):
             await router.generate(ask(request_id="id-7"))
         router.decode.pause_at[2].set()
-        await read(first, 3)
-        await first.aclose()
+        rest = [token.token_id async for event in first for token in event.delta.tokens]
+        assert rest == TOKENS[2:5]
         assert (await router.generate(ask(request_id="id-7"))).token_ids == TOKENS[:5]
         await router.check_idle()
 

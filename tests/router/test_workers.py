@@ -9,8 +9,9 @@ import pytest
 from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
 
 from pageferry.core.errors import UnavailableError
-from pageferry.core.layout import PageFormat
+from pageferry.core.layout import PageFormat, PageLayout
 from pageferry.router.workers import WorkerState
+from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb, worker_pb2
 from pageferry.v1.worker_pb2 import WatchResponse
 
@@ -76,10 +77,35 @@ async def test_workers_whose_pages_differ_are_refused_with_both_values(rig: Make
         assert router.prefill.address in reason and router.decode.address in reason
         differing = next(name for name in ("page_size", "format", "fingerprint", "version")
                          if getattr(layout, name) != getattr(LAYOUT, name))  # fmt: skip
-        assert differing in reason
+        assert f"{differing} " in reason
+        for value in (getattr(layout, differing), getattr(LAYOUT, differing)):
+            assert str(getattr(value, "value", value)) in reason
         with pytest.raises(UnavailableError, match="is refused"):
             await router.generate(ask())
         assert router.decode.works == []
+
+
+async def test_a_worker_that_comes_back_with_another_page_size_gets_no_work(rig: Make) -> None:
+    async def come_back(worker: FakeWorker, layout: PageLayout) -> None:
+        worker.snapshot.layout.CopyFrom(layout_to_proto(layout))
+        worker.restart()
+        await worker.server.__aexit__(None, None, None)
+        await router.serve(worker, router.log.tracer())
+
+    async with rig() as router:
+        await router.generate(ask())
+        await come_back(router.prefill, replace(LAYOUT, page_size=32))
+        await router.until(lambda: states(router) == ["refused", "refused"])
+        assert not router.frontend.ready
+        assert "page_size 32" in router.frontend.get_status().workers[0].reason
+        assert "16" in router.frontend.get_status().workers[0].reason
+        with pytest.raises(UnavailableError, match="is refused"):
+            await router.generate(ask())
+        assert (len(router.prefill.works), len(router.decode.works)) == (1, 1)
+        await come_back(router.prefill, LAYOUT)
+        await router.until(lambda: states(router) == ["ready", "ready"])
+        assert len((await router.generate(ask())).token_ids) == 3
+        await router.check_idle()
 
 
 async def test_a_pair_that_fits_is_used_beside_one_that_does_not(rig: Make) -> None:
