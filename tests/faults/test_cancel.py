@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from cluster import Cluster, Stub, connected, generate, greedy, running, wait_idle
 
@@ -53,16 +54,33 @@ async def test_cancels_before_the_first_event_leave_nothing(split: Cluster) -> N
         await wait_idle(stub, timeout_s=2.0)
 
 
-async def test_decoding_ends_with_the_client(split: Cluster) -> None:
+async def leave_http_after(split: Cluster, num_chunks: int, prompt: list[int]) -> int:
+    """As `cancel_after`, over HTTP."""
+    body = {"prompt": prompt, "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
+    num_read = 0
+    async with (
+        httpx.AsyncClient(base_url=split.http, timeout=30) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        async for line in response.aiter_lines():
+            num_read += line.startswith("data: ")
+            if num_read >= num_chunks:
+                break
+    return num_read
+
+
+@pytest.mark.parametrize("over_http", [False, True])
+async def test_decoding_ends_with_the_client(split: Cluster, over_http: bool) -> None:
     def generated(status: object) -> int:
         return sum(worker.load.generated_tokens for worker in status.workers)  # type: ignore[attr-defined]
 
     async with connected(split) as stub:
         before = generated(await wait_idle(stub))
-        num_read = await cancel_after(stub, 4, [7] * 32)
-        after = generated(await wait_idle(stub))
+        prompt = [7 + over_http] * 32
+        num_read = await (leave_http_after(split, 4, prompt) if over_http else cancel_after(stub, 4, prompt))
+        after = generated(await wait_idle(stub, timeout_s=1.0))
     assert num_read == 4
-    assert after - before < 1000, "it went on to its end, or for long"
+    assert after - before < 200, "it went on to its end, or for long"
 
 
 async def test_a_deadline_in_the_queue_starts_no_prefill(tiny_model: Path) -> None:

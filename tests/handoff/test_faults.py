@@ -157,9 +157,31 @@ async def test_a_lost_page_is_never_run_on() -> None:
         with pytest.raises(PageferryError, match="5 of 6 pages"):
             await push.commit(len(PROMPT), 5)
         error = await failure(decode)
-        assert (error.code, error.reason) == ("UNAVAILABLE", "PAGES_MISSING")
+        assert (error.code, error.reason, error.retryable) == ("UNAVAILABLE", "PAGES_MISSING", True)
         assert bench.d.runner.plans == []
         await until(bench.d.is_idle)
+        again = await drain(bench.decode("r.2", PROMPT, local=True))  # and finds nothing of it in the cache
+        assert again[-1].completed.cached_tokens == 0
+        assert [token.token_id for message in again for token in message.tokens.tokens] == golden(PROMPT, 8)
+        await bench.until_idle()
+
+
+async def test_pages_that_the_decode_worker_has_not_taken_yet_are_not_used_again() -> None:
+    async with Bench(Settings(num_pages=12), Settings()) as bench:
+        gate = Gate()
+        bench.d.executor.submit(gate)
+        decode = bench.decode("r", PROMPT, max_tokens=5)
+        prefill = bench.prefill("r", PROMPT, (await anext(decode)).reserved, max_tokens=5)
+        while not (await anext(prefill)).HasField("first_token"):
+            pass
+        for number in range(20):  # each fills what is free of the pool
+            start = 100 + 30 * number
+            await drain(bench.prefill(f"other{number}", range(start, start + 6 * B), max_tokens=1))
+        gate.open()
+        await drain(prefill)
+        tokens = [token.token_id for message in await drain(decode) for token in message.tokens.tokens]
+        assert tokens == golden(PROMPT, 5)
+        await bench.until_idle()
 
 
 @pytest.mark.parametrize("page_index", [0, 6, 10**6])

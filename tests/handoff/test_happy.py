@@ -1,12 +1,13 @@
 """Whole hand-offs between a prefill and a decode worker."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from fake_engine import LAYOUT, golden
 from handoff_bench import Bench, Gate, Settings, drain, failure, target_of, until
 
-from pageferry.core.config import SchedulerConfig
+from pageferry.core.config import SchedulerConfig, ServerConfig
 from pageferry.core.plan import Plan
 from pageferry.core.pool import PageId
 from pageferry.v1 import types_pb2
@@ -47,6 +48,18 @@ async def test_pages_are_equal_byte_for_byte_on_both_sides() -> None:
         await bench.generate("r", range(5 * B + 2), max_tokens=3)
         assert received == [bytes(bench.p.pages.data[page]) for page in tables["p"]]
         assert len(received) == 6
+
+
+async def test_more_bytes_than_a_message_may_have_travel_in_pieces() -> None:
+    layout = replace(LAYOUT, page_size=16, num_layers=8, num_kv_heads=4, head_dim=128)
+    settings = Settings(layout=layout, num_pages=40, scheduler=SchedulerConfig(chunk_tokens=128))
+    async with Bench(settings) as bench:
+        prompt = [position % 900 for position in range(32 * 16)]
+        result = await bench.generate("r", prompt, max_tokens=2)
+        assert result.shipped.bytes > ServerConfig().max_message_bytes
+        assert result.shipped.pages == 32
+        assert [token_id for _, token_id in result.tokens] == golden(prompt, 2, layout)
+        await bench.until_idle()
 
 
 async def test_what_the_decode_worker_has_cached_is_not_sent() -> None:
