@@ -47,10 +47,12 @@ class Worker:
             page_bytes, output = self.step(sequence)
 
 
-def worker(model: Path, page_format: str, kind: type[PrefillScheduler] | type[DecodeScheduler]) -> Worker:
+def worker(
+    model: Path, page_format: str, kind: type[PrefillScheduler] | type[DecodeScheduler], *, pool_pages: int = 300
+) -> Worker:
     config = EngineConfig(model=str(model), page_format=page_format, num_pages=300, threads=1, compute_dtype="fp32")
     engine = load_engine(config, SCHEDULER, progress=lambda _: None)
-    pool = PagePool(engine.num_pages)
+    pool = PagePool(pool_pages)
     return Worker(engine, pool, kind(SCHEDULER, pool, engine.layout))
 
 
@@ -95,3 +97,52 @@ def test_pages_and_tokens_are_equal(tiny_model: Path, page_format: str, num_prom
     assert tokens == tokens_alone
     assert len(tokens) == 24
     assert pages == pages_alone
+
+
+PENALISED = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)
+
+
+def generate_preempted(model: Path, sampling: SamplingParams, positions: set[int]) -> list[int]:
+    """80 tokens of a sequence that more urgent ones take the pages from at these positions."""
+    decoder = worker(model, "fp32", DecodeScheduler, pool_pages=10)
+    prompt = tuple(4 + (index * 29) % 300 for index in range(40))
+    victim, tokens = Sequence(WorkItem("same", prompt, sampling, StopParams(max_tokens=80)), arrival=0.0), list[int]()
+    decoder.scheduler.add(victim, 0.0)
+    left = set(positions)
+    while len(tokens) < 80:
+        if len(tokens) in left:
+            left.remove(len(tokens))
+            taken = WorkItem(f"urgent-{len(tokens)}", (len(tokens),) * 150, sampling, StopParams(1), priority=-1)
+            decoder.scheduler.add(Sequence(taken, arrival=0.0), 0.0)
+        for emitted in decoder.step(victim)[1].emitted:
+            if emitted.sequence is victim:
+                assert emitted.position == len(tokens), "a token came twice, or one is missing"
+                tokens.append(emitted.token.token_id)
+    assert victim.num_preemptions == len(positions)
+    decoder.pool.check_integrity()
+    return tokens
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), PENALISED], ids=["greedy", "with penalties"])
+def test_tokens_are_equal_whether_or_not_a_sequence_was_preempted(tiny_model: Path, sampling: SamplingParams) -> None:
+    assert generate_preempted(tiny_model, sampling, {40, 60}) == generate_preempted(tiny_model, sampling, set())
+
+
+@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
+def test_a_cached_prompt_has_the_same_first_token_and_logprobs(tiny_model: Path, page_format: str) -> None:
+    prefiller = worker(tiny_model, page_format, PrefillScheduler)
+    prompt = tuple(4 + (index * 29) % 300 for index in range(80))
+    samples, num_cached = [], []
+    for num_prompt in (64, 64, 80, 80):
+        sampling = SamplingParams(temperature=0, num_logprobs=5)
+        sequence = Sequence(WorkItem("same", prompt[:num_prompt], sampling, StopParams(max_tokens=2)), arrival=0.0)
+        prefiller.scheduler.add(sequence, 0.0)
+        output = Output()
+        while not output.emitted:
+            _, output = prefiller.step(sequence)
+        samples.append(output.emitted[0].token)
+        num_cached.append(sequence.num_cached)
+    assert num_cached == [0, 63, 64, 79]
+    for cold, warm in (samples[:2], samples[2:]):
+        assert [token_id for token_id, _ in warm.top] == [token_id for token_id, _ in cold.top]
+        assert [value for _, value in warm.top] == pytest.approx([value for _, value in cold.top], abs=1e-4)

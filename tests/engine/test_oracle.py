@@ -39,6 +39,11 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"head_dim": 32, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "llama with one KV head": (LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 1}),
+    "llama with one KV head, head size of its own": (
+        LlamaForCausalLM,
+        LlamaConfig,
+        {"num_key_value_heads": 1, "head_dim": 32},
+    ),
     "llama3 rope": (
         LlamaForCausalLM,
         LlamaConfig,
@@ -83,6 +88,9 @@ def test_logits_equal_transformers_however_they_are_chunked(name: str, tmp_path:
     model = build(name)
     model.save_pretrained(tmp_path)
     engine, expected = load(tmp_path), oracle(model)
+    named = MODELS[name][2]
+    assert engine.layout.head_dim == named.get("head_dim", 16)
+    assert engine.layout.num_kv_heads == named.get("num_key_value_heads", 2)
     chunkings = {
         "one chunk": [NUM_TOKENS],
         "odd chunks": [7, 16, 48, 49, NUM_TOKENS],

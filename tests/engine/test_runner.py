@@ -52,6 +52,32 @@ def test_batch_mates_change_nothing(tiny_model: Path, page_format: str) -> None:
     assert generate(engine, [2, 0, 3], sampling=seeded)[0] == generate(engine, [2], sampling=seeded)[0]
 
 
+def test_a_seeded_sequence_is_the_same_among_others_in_any_order_and_in_any_chunks(tiny_model: Path) -> None:
+    engine = load(tiny_model, num_pages=80)
+
+    def output(order: list[int], chunk_tokens: int) -> list[int]:
+        targets = [
+            sequence(
+                [4 + (row * 31 + index * 7) % 300 for index in range(40 if row == 0 else 3 + 2 * row)],
+                5 * row,
+                5,
+                sampling=SamplingParams(temperature=1.0, seed=42 if row == 0 else 1000 + row),
+            )
+            for row in order
+        ]
+        generation = Generation(engine, targets)
+        generation.prefill(chunk_tokens=chunk_tokens)
+        generation.decode(12)
+        return targets[order.index(0)].output_ids
+
+    alone = output([0], 1000)
+    assert len(alone) == 13
+    for step, start in ((1, 0), (3, 5), (7, 11)):
+        assert output([(start + step * index) % 16 for index in range(16)], 1000) == alone
+    for chunk_tokens in (1, 7, 16, 33):
+        assert output([0], chunk_tokens) == alone
+
+
 def test_prefill_and_decode_share_a_batch(tiny_model: Path) -> None:
     """Chunks and single tokens together, in any order, sample what they do apart, in the plan's order."""
     engine = load(tiny_model)
