@@ -77,11 +77,25 @@ async def test_a_prompt_over_the_message_limit_is_refused_before_tokenising(spli
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_http_refuses_a_prompt_over_its_limit(split: Cluster) -> None:
+    async with httpx.AsyncClient(base_url=split.http, timeout=30) as client:
+        response = await client.post("/v1/completions", json={"prompt": "a " * 2_500_000})
+    assert response.status_code == 413
+    assert "prompt is 5000000 bytes, the limit is " in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("change", "status", "word"),
     [
         ({"nonsense": 1}, 400, "nonsense"),
         ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": []}, 400, "token_ids"),
+        ({"prompt": [320]}, 400, "320"),
+        ({"prompt": [-1]}, 400, "-1"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"min_tokens": 1, "stop_token_ids": [1500]}, 400, "1500"),
+        ({"logit_bias": {"1500": -100}}, 400, "logit_bias"),
+        ({"prompt": [9] * 4097, "max_tokens": 1}, 400, "4096"),
         ({"temperature": -1}, 400, "temperature"),
         ({"max_tokens": "many"}, 400, "max_tokens"),
         ({"model": "gpt-none"}, 404, "gpt-none"),
@@ -122,6 +136,11 @@ def test_up_refuses_a_directory_without_weights(tiny_model: Path, tmp_path: Path
     shutil.copytree(tiny_model, bare)
     (bare / "model.safetensors").unlink()
     check_refused(*up_with(bare), words=("bare", "safetensors"))
+
+
+def test_up_refuses_too_few_pages_for_one_request(tiny_model: Path) -> None:
+    words = ("1 pages of", "one request needs 2", "num_pages to at least 2")
+    check_refused(*up_with(tiny_model), "--set", "engine.num_pages=1", words=words)
 
 
 def test_up_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -62,6 +62,44 @@ async def test_one_token_ships_nothing(split: Cluster) -> None:
         assert answer.finished.pages.shipped == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_token_over_http_touches_no_decode_worker(split: Cluster, stream: bool) -> None:
+    async with connected(split) as stub, httpx.AsyncClient(base_url=split.http, timeout=30) as client:
+        before = await wait_idle(stub)
+        body = {"prompt": "Count: one, two,", "max_tokens": 1, "temperature": 0, "stream": stream}
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        response = await client.post("/v1/completions", json=body)
+        lines = response.text.splitlines() if stream else [f"data: {response.text}"]
+        chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+        assert [reason for reason in reasons if reason] == ["length"]
+        assert chunks[-1]["usage"]["completion_tokens"] == 1
+        after = await wait_idle(stub)
+    for old, new in zip(before.workers, after.workers, strict=True):
+        assert new.role != "decode" or (old.load.pages_free, old.load.pages_cached, old.load.generated_tokens) == (
+            new.load.pages_free,
+            new.load.pages_cached,
+            new.load.generated_tokens,
+        )
+
+
+@pytest.mark.parametrize("num_prompt", [63, 64, 65, 127, 128])
+async def test_both_sides_count_the_same_pages_whether_cached_or_not(
+    split: Cluster, colocated: Cluster, num_prompt: int
+) -> None:
+    prompt = [6 + (index * 41 + 7 * num_prompt) % 251 for index in range(num_prompt)]
+    async with connected(split) as split_stub, connected(colocated) as colocated_stub:
+        expected = (await generate(colocated_stub, greedy(prompt, 2))).token_ids
+        for attempt in range(3):
+            answer = await generate(split_stub, greedy(prompt, 2))
+            assert answer.finished is not None
+            assert answer.token_ids == expected
+            assert answer.finished.pages.shipped + answer.finished.pages.cached == -(-num_prompt // 16)
+            assert (answer.usage.cached_tokens > 0) == (attempt > 0)
+        await wait_idle(split_stub)
+
+
 @pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
 async def test_split_output_equals_colocated_output(split: Cluster, colocated: Cluster, num_prompt: int) -> None:
     prompt = [4 + (index * 37 + num_prompt) % 250 for index in range(num_prompt)]
@@ -84,6 +122,17 @@ async def test_a_repeated_prompt_is_cached_and_answers_the_same(split: Cluster) 
     assert cold.usage.cached_tokens == 0
     assert 80 <= warm.usage.cached_tokens <= 95  # the last token is always computed
     assert warm.token_ids == cold.token_ids
+
+
+async def test_a_prompt_cached_whole_computes_its_last_token_and_a_longer_one_reuses_all_its_pages(
+    split: Cluster,
+) -> None:
+    prompt = [8 + (index * 23) % 245 for index in range(80)]
+    async with connected(split) as stub:
+        cold, warm, longer = [await generate(stub, greedy(prompt[:length], 4)) for length in (64, 64, 80)]
+        assert [answer.usage.cached_tokens for answer in (cold, warm, longer)] == [0, 63, 64]
+        assert warm.token_ids == cold.token_ids
+        await wait_idle(stub)
 
 
 async def test_many_at_once_use_both_decode_workers(split: Cluster) -> None:

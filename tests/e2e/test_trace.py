@@ -1,9 +1,10 @@
 """One trace over all hops: complete, without orphans, and its parts add up."""
 
 import asyncio
+from collections import Counter
 
 import pytest
-from cluster import Cluster, connected, generate, greedy
+from cluster import Cluster, connected, generate, greedy, wait_idle
 from traces import DECODE_RPC, PREFILL_RPC, SPLIT_SPANS, counts, one, orphans, parent, roots, wait_trace
 
 
@@ -88,3 +89,25 @@ async def test_each_request_keeps_to_its_callers_trace(split: Cluster) -> None:
             parent_id = bytes.fromhex(caller)
             assert orphans(spans, remote_parent=parent_id) == []
             assert [span.name for span in roots(spans, remote_parent=parent_id)] == ["pageferry.request"]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+async def test_a_call_that_is_left_ends_every_span_once(split: Cluster, num_tokens: int) -> None:
+    async with connected(split) as stub:
+        call = stub.Generate(greedy([11 + (index * 17) % 210 for index in range(100)], 3000), timeout=60)
+        trace_id, num_seen = "", 0
+        while not trace_id or num_seen < num_tokens:
+            response = await call.read()
+            trace_id = response.started.trace_id or trace_id
+            num_seen += len(response.delta.tokens)
+        call.cancel()
+        wanted = Counter({("pageferry.request", "SERVER"): 1})
+        if num_tokens:  # else the calls may have been cancelled before they were sent
+            wanted += SPLIT_SPANS - wanted
+        spans = await wait_trace(stub, trace_id, wanted)
+        await wait_idle(stub)
+    ends = {(span.name, span.kind): span.attributes.get("rpc.response.status_code") for span in spans}
+    assert ends["pageferry.request", "SERVER"] == "CANCELLED"
+    assert {end for (name, _), end in ends.items() if name == DECODE_RPC} <= {"CANCELLED"}
+    assert len({span.span_id for span in spans}) == len(spans)
+    assert orphans(spans) == []
