@@ -25,7 +25,7 @@ help:
 	@echo "make test      install, then run the tests          make test-all  the slower rest of them"
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
-	@echo "make bench     what a token costs beside the model  make soak      random load, cancels and kills"
+	@echo "make bench     what a token and a hand-off cost     make soak      random load, cancels and kills"
 	@echo "make setup     only install                         make clean     remove what all these made"
 
 setup: $(STAMP)
@@ -89,6 +89,7 @@ proto-check: setup
 
 bench: setup
 	$(BIN)/python bench/overhead.py
+	$(BIN)/python bench/handoff.py
 
 soak: setup
 	$(BIN)/python tests/faults/soak.py --seed $(SEED) --seconds $(SECONDS_SOAK)

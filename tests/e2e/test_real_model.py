@@ -27,7 +27,7 @@ async def test_it_knows_the_capital_of_france(real: Cluster) -> None:
         await wait_idle(stub)
 
 
-async def test_most_of_a_long_transfer_is_hidden_behind_prefill(real: Cluster) -> None:
+async def test_a_long_transfer_says_how_much_of_it_is_hidden_behind_prefill(real: Cluster) -> None:
     async with connected(real) as stub:
         ids = list((await stub.Tokenize(pb.TokenizeRequest(text=SENTENCE * 80))).ids)[:1500]
         assert len(ids) == 1500
@@ -39,9 +39,11 @@ async def test_most_of_a_long_transfer_is_hidden_behind_prefill(real: Cluster) -
     chunks = [span for span in spans if span.name == "prefill.chunk"]
     assert len(chunks) >= 1500 / 256
     assert answer.finished.pages.shipped == 94
-    assert answer.finished.pages.hidden >= 0.7
-    hidden = one(spans, "kv.push", "CLIENT").attributes["pageferry.handoff.hidden"]
-    assert hidden == pytest.approx(answer.finished.pages.hidden, abs=0.01)
+    attributes = one(spans, "kv.push", "CLIENT").attributes
+    tail_ms, in_flight_ms = (attributes[f"pageferry.handoff.{name}"] for name in ("tail_ms", "in_flight_ms"))
+    assert 0 < tail_ms < in_flight_ms  # how much less is a matter of speed: bench/handoff.py
+    assert attributes["pageferry.handoff.hidden"] == pytest.approx(1 - tail_ms / in_flight_ms)
+    assert answer.finished.pages.hidden == pytest.approx(attributes["pageferry.handoff.hidden"], abs=0.01)
 
 
 @pytest.mark.slow
