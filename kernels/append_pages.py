@@ -1,10 +1,7 @@
-"""Write tokens' keys and values into their pages, in the pages' format.
+"""Write tokens' keys and values into their pages, in the pages' format (see `quantise`).
 
-fp32, bf16: rounded to nearest even. int8, per token and KV head, symmetric: scale s = fp16(max |x| / 127), and
-q = clamp(round(x / s), -127, 127); all zeros (or too small for an fp16 scale) store q = 0, s = 1.
-A vector that is not finite, or whose scale overflows fp16, stores a scale that is not finite: whoever attends to it
-gets NaN, and so fails alone.
-Shapes: keys, values [T, Hk, D]; pages, slots [T]; payload [num_pages, 2, Hk, B, D]; scales [num_pages, 2, Hk, B] fp16.
+Shapes: keys, values [T, Hk, D]; pages, slots [T]; of K and of V, payload [num_pages, Hk, B, D] (of int4 D / 2 bytes),
+scales and zeros [num_pages, Hk, B] fp16.
 """
 
 from dataclasses import dataclass
@@ -12,43 +9,46 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-INT8_MAX = 127
+from pageferry.core.formats import TensorFormat
+from pageferry.kernels.quantise import Stored, dequantise, quantise
+
+
+@dataclass(frozen=True, slots=True)
+class SidePages:
+    """One layer's keys, or its values, as views into the pool; `scales` and `zeros` only where the format has them."""
+
+    format: TensorFormat
+    payload: Tensor  # [num_pages, Hk, B, D]
+    scales: Tensor | None  # [num_pages, Hk, B] fp16
+    zeros: Tensor | None  # [num_pages, Hk, B] fp16
+
+    def read(self) -> Tensor:
+        """[num_pages, Hk, B, D] fp32: all that is stored."""
+        return dequantise(Stored(self.payload, self.scales, self.zeros), self.format)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's views into the pool; `scales` only where the format has them."""
+    """One layer's views into the pool."""
 
-    payload: Tensor  # [num_pages, 2, Hk, B, D]
-    scales: Tensor | None  # [num_pages, 2, Hk, B] fp16
+    keys: SidePages
+    values: SidePages
 
 
 def append_pages(layer: LayerPages, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
     """Token i goes to slot `slots[i]` of page `pages[i]`; no two tokens share one."""
-    both = torch.stack((keys.float(), values.float()), dim=1)  # [T, 2, Hk, D]
-    if layer.scales is not None:
-        both, scales = quantise_int8(both)
-        layer.scales[pages, :, :, slots] = scales
-    layer.payload[pages, :, :, slots] = both.to(layer.payload.dtype)
+    if layer.keys.format == layer.values.format:
+        both = quantise(torch.stack((keys.float(), values.float())), layer.keys.format)
+        stored = [Stored(*(None if part is None else part[i] for part in _parts(both))) for i in (0, 1)]
+    else:
+        stored = [quantise(keys.float(), layer.keys.format), quantise(values.float(), layer.values.format)]
+    for side, new in zip((layer.keys, layer.values), stored, strict=True):
+        side.payload[pages, :, slots] = new.elements
+        if side.scales is not None:
+            side.scales[pages, :, slots] = new.scales
+        if side.zeros is not None:
+            side.zeros[pages, :, slots] = new.zeros
 
 
-def quantise_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """([..., D] int8, [...] fp16 scales) of fp32 vectors along the last dimension."""
-    scales = x.abs().amax(-1).div_(INT8_MAX).half()
-    scales.masked_fill_(scales == 0, 1)
-    quantised = x.div(scales[..., None].float()).round_().clamp_(-INT8_MAX, INT8_MAX)
-    return quantised.nan_to_num_(0).to(torch.int8), scales
-
-
-def quantise_int8_ref(x: Tensor) -> tuple[Tensor, Tensor]:
-    """One vector after the other, in float64."""
-    rows = x.reshape(-1, x.shape[-1])
-    quantised, scales = torch.zeros(rows.shape, dtype=torch.int8), torch.ones(len(rows), dtype=torch.float16)
-    for i, row in enumerate(rows.double()):
-        scale = (row.abs().max() / INT8_MAX).half()
-        if scale == 0:
-            continue
-        scales[i] = scale
-        if torch.isfinite(scale):
-            quantised[i] = (row / scale.double()).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-    return quantised.view(x.shape), scales.view(x.shape[:-1])
+def _parts(stored: Stored) -> tuple[Tensor | None, ...]:
+    return stored.elements, stored.scales, stored.zeros

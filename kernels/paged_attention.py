@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pageferry.kernels.append_pages import LayerPages
+from pageferry.kernels.append_pages import LayerPages, SidePages
+from pageferry.kernels.quantise import numbers
 
 # Scores of a bf16 chunk that are held at once: 8 MB, more is computed one KV head after the other.
 _MAX_SCORES = 1 << 22
@@ -58,26 +59,29 @@ def paged_attention(
 
 
 def _attend_single(query: Tensor, layer: LayerPages, segment: Segment) -> Tensor:
-    """One row a sequence: int8 is multiplied as it is, and the scales go onto scores and weights."""
+    """One row a sequence: elements are multiplied as they are; scales and zero points go onto scores and weights."""
     num_seqs, (num_rows, num_heads, dim) = segment.num_seqs, query.shape
-    both, scales = _gather(layer, segment, torch.float32)
-    num_kv_heads = both.shape[2]
+    keys = _gather(layer.keys, segment, torch.float32)
+    num_kv_heads = keys.numbers.shape[1]
     folded = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, dim)
-    scores = torch.matmul(folded, both[0].transpose(-1, -2))  # [S, Hk, G, n * B]
-    if scales is not None:
-        scores.mul_(scales[0].unsqueeze(2))
+    scores = torch.matmul(folded, keys.numbers.transpose(-1, -2))  # [S, Hk, G, n * B]
+    if keys.scales is not None:
+        scores.mul_(keys.scales.unsqueeze(2))
+    if keys.zeros is not None:
+        scores.add_(folded.sum(-1, keepdim=True) * keys.zeros.unsqueeze(2))
     weights = torch.softmax(scores.add_(segment.mask.unsqueeze(1)), dim=-1)
-    if scales is not None:
-        weights.mul_(scales[1].unsqueeze(2))
-    return torch.matmul(weights, both[1]).view(num_rows, num_heads, dim)
+    values = _gather(layer.values, segment, torch.float32)
+    offset = None if values.zeros is None else torch.matmul(weights, values.zeros.unsqueeze(-1))
+    if values.scales is not None:
+        weights.mul_(values.scales.unsqueeze(2))
+    out = torch.matmul(weights, values.numbers)
+    return (out if offset is None else out.add_(offset)).view(num_rows, num_heads, dim)
 
 
 def _attend_chunk(query: Tensor, layer: LayerPages, segment: Segment) -> Tensor:
     """Many rows of one sequence: the pages are dequantised once."""
-    both, scales = _gather(layer, segment, query.dtype)
-    if scales is not None:
-        both.mul_(scales.unsqueeze(-1))
-    keys, values = both[0, 0], both[1, 0]  # [Hk, n * B, D]
+    keys = _gather(layer.keys, segment, query.dtype).dequantised()  # [Hk, n * B, D]
+    values = _gather(layer.values, segment, query.dtype).dequantised()
     heads = query.transpose(0, 1)  # [H, R, D]
     if query.dtype == torch.bfloat16:
         out = _attend_bf16(heads, keys, values, segment)
@@ -118,22 +122,45 @@ def _padded_slots(num_slots: int) -> int:
     return -(-num_slots // step) * step
 
 
-def _gather(layer: LayerPages, segment: Segment, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Payload [2, S, Hk, n * B, D] as numbers of `dtype`, scales [2, S, Hk, n * B]; slots without a token read as 0."""
-    raw = layer.payload.index_select(0, segment.pages)
-    _, _, num_kv_heads, page_size, dim = raw.shape
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """A segment's keys or values; slots without a token read as 0. Scales and zero points are fp32."""
+
+    numbers: Tensor  # [S, Hk, n * B, D] of the dtype that was asked for
+    scales: Tensor | None  # [S, Hk, n * B]
+    zeros: Tensor | None  # [S, Hk, n * B]
+
+    def dequantised(self) -> Tensor:
+        """[Hk, n * B, D] of a segment of one sequence; overwrites the numbers."""
+        numbers = self.numbers[0]
+        if self.scales is None:
+            return numbers
+        scales = self.scales[0].unsqueeze(-1)
+        if self.zeros is None:
+            return numbers.mul_(scales.to(numbers.dtype))
+        # A zero point takes most of a large product away again: rounding before that would cost what quantising did.
+        return torch.addcmul(self.zeros[0].unsqueeze(-1), numbers.float(), scales).to(numbers.dtype)
+
+
+def _gather(side: SidePages, segment: Segment, dtype: torch.dtype) -> _Gathered:
+    raw = side.payload.index_select(0, segment.pages)
+    _, num_kv_heads, page_size, width = raw.shape
     num_seqs, num_slots = segment.num_seqs, segment.mask.shape[2]
     page, slot = segment.unused
-    if layer.scales is None:
-        raw[page, :, :, slot] = 0
-    ordered = raw.view(num_seqs, -1, 2, num_kv_heads, page_size, dim).permute(2, 0, 3, 1, 4, 5)
-    both = ordered.to(dtype, memory_format=torch.contiguous_format).reshape(2, num_seqs, num_kv_heads, num_slots, dim)
-    if layer.scales is None:
-        return both, None
-    scales = layer.scales.index_select(0, segment.pages)
-    scales[page, :, :, slot] = 0
-    ordered = scales.view(num_seqs, -1, 2, num_kv_heads, page_size).permute(2, 0, 3, 1, 4)
-    return both, ordered.to(dtype, memory_format=torch.contiguous_format).reshape(2, num_seqs, num_kv_heads, num_slots)
+    if not side.format.element.is_integer:  # what was left there may be NaN
+        raw[page, :, slot] = 0
+    ordered = raw.view(num_seqs, -1, num_kv_heads, page_size, width).transpose(1, 2)
+    decoded = numbers(ordered, side.format, dtype).reshape(num_seqs, num_kv_heads, num_slots, -1)
+    factors: list[Tensor | None] = []
+    for stored in (side.scales, side.zeros):
+        if stored is None:
+            factors.append(None)
+            continue
+        raw = stored.index_select(0, segment.pages)
+        raw[page, :, slot] = 0
+        ordered = raw.view(num_seqs, -1, num_kv_heads, page_size).transpose(1, 2)
+        factors.append(ordered.float().reshape(num_seqs, num_kv_heads, num_slots))
+    return _Gathered(decoded, *factors)
 
 
 def paged_attention_ref(
@@ -145,9 +172,9 @@ def paged_attention_ref(
     window: int | None = None,
 ) -> Tensor:
     """One sequence, one row and one head after the other; `positions` are the rows'."""
-    page_size, num_kv_heads = layer.payload.shape[3], layer.payload.shape[2]
+    _, num_kv_heads, page_size, _ = layer.keys.payload.shape
     group = query.shape[1] // num_kv_heads
-    stored = layer.payload.float() if layer.scales is None else layer.payload.float() * layer.scales.float()[..., None]
+    stored = torch.stack((layer.keys.read(), layer.values.read()), dim=1)
     out = torch.empty(query.shape, dtype=torch.float32)
     for row, position in enumerate(positions):
         first = 0 if window is None else max(0, position - window + 1)

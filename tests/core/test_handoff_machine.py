@@ -9,15 +9,16 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
+from pageferry.core.formats import PageFormat
 from pageferry.core.handoff import Ticket, TicketTable
 from pageferry.core.handoff_tables import SenderState, TicketState
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.layout import PageLayout
 from pageferry.core.pool import PagePool, PageState
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sender import Sender
 from pageferry.core.sequence import Sequence, WorkItem
 
-LAYOUT = PageLayout("f" * 32, PageFormat.FP32, page_size=2, num_layers=2, num_kv_heads=1, head_dim=8)
+LAYOUT = PageLayout("f" * 32, PageFormat.parse("fp32"), page_size=2, num_layers=2, num_kv_heads=1, head_dim=8)
 LEASE_S = 10.0
 NUM_PAGES = 9
 PICKS = st.integers(0, 3)

@@ -3,26 +3,41 @@ from dataclasses import replace
 import pytest
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
-from pageferry.core.layout import MAX_FRAME_BYTES, PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import MAX_FRAME_BYTES, PageLayout
 
-SMOLLM2 = PageLayout("a" * 32, PageFormat.INT8, page_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
-ODD = PageLayout("b" * 32, PageFormat.INT8, page_size=5, num_layers=3, num_kv_heads=1, head_dim=9)
-LARGE = PageLayout("c" * 32, PageFormat.BF16, page_size=64, num_layers=7, num_kv_heads=8, head_dim=128)
-LAYOUTS = [SMOLLM2, replace(SMOLLM2, format=PageFormat.BF16), replace(SMOLLM2, format=PageFormat.FP32), ODD, LARGE]
+SMOLLM2 = PageLayout("a" * 32, PageFormat.parse("int8"), page_size=16, num_layers=30, num_kv_heads=3, head_dim=64)
+ODD = PageLayout("b" * 32, PageFormat.parse("int8"), page_size=5, num_layers=3, num_kv_heads=1, head_dim=9)
+LARGE = PageLayout("c" * 32, PageFormat.parse("bf16"), page_size=64, num_layers=7, num_kv_heads=8, head_dim=128)
+FORMATS = ["fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym"]
+FORMATS += ["k=int4:asym,v=fp32", "k=bf16,v=int8", "k=fp8_e4m3,v=bf16"]
+LAYOUTS = [*(replace(SMOLLM2, format=PageFormat.parse(text)) for text in FORMATS), ODD, LARGE]
+
+
+def of(text: str) -> PageLayout:
+    return replace(SMOLLM2, format=PageFormat.parse(text))
 
 
 def test_bytes_of_a_page_in_each_format() -> None:
     num_values = 30 * 2 * 3 * 16 * 64
     num_scales = 30 * 2 * 3 * 16
-    assert SMOLLM2.page_bytes == num_values + 2 * num_scales
-    assert replace(SMOLLM2, format=PageFormat.BF16).page_bytes == 2 * num_values
-    assert replace(SMOLLM2, format=PageFormat.FP32).page_bytes == 4 * num_values
+    assert of("fp32").page_bytes == 4 * num_values
+    assert of("bf16").page_bytes == of("fp16").page_bytes == 2 * num_values
+    assert of("int8").page_bytes == of("fp8_e4m3").page_bytes == num_values + 2 * num_scales
+    assert of("int8:asym").page_bytes == num_values + 4 * num_scales
+    assert of("int4").page_bytes == num_values // 2 + 2 * num_scales
+    assert of("int4:asym").page_bytes == num_values // 2 + 4 * num_scales
+    assert of("k=int8,v=int4:asym").page_bytes == 3 * num_values // 4 + 3 * num_scales
+
+
+@pytest.mark.parametrize(("text", "most"), [("int8", 0.54), ("int4", 0.30), ("int8:asym", 0.54), ("int4:asym", 0.32)])
+def test_bytes_beside_those_of_bf16(text: str, most: float) -> None:
+    assert of(text).page_bytes <= most * of("bf16").page_bytes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_both_parts_begin_at_multiples_of_64(layout: PageLayout) -> None:
-    assert layout.scale_offset % 64 == 0
-    assert layout.page_bytes % 64 == 0
+def test_all_parts_begin_at_multiples_of_64(layout: PageLayout) -> None:
+    assert layout.scale_offset % 64 == layout.zero_offset % 64 == layout.page_bytes % 64 == 0
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -43,7 +58,7 @@ def test_the_ranges_of_all_layers_are_the_page_but_for_its_padding(layout: PageL
     gaps = [start - end for (start, _), end in zip(ranges, [0, *map(sum, ranges)], strict=False)]
     gaps.append(layout.page_bytes - sum(ranges[-1]))
     assert all(0 <= gap < 64 for gap in gaps)
-    assert sum(gap > 0 for gap in gaps) <= 2
+    assert sum(gap > 0 for gap in gaps) <= 3
     for (offset, length), (one_offset, one_length) in zip(
         layout.ranges(0, layout.num_layers), layout.ranges(0, 1), strict=True
     ):
@@ -57,7 +72,7 @@ def test_pages_of_a_prompt(num_tokens: int, num_pages: int) -> None:
 
 OTHERS = [
     replace(SMOLLM2, fingerprint="d" * 32),
-    replace(SMOLLM2, format=PageFormat.BF16),
+    replace(SMOLLM2, format=PageFormat.parse("bf16")),
     replace(SMOLLM2, page_size=32),
     replace(SMOLLM2, num_layers=29),
     replace(SMOLLM2, num_kv_heads=1),
@@ -94,6 +109,36 @@ def test_a_difference_is_refused_with_both_values(other: PageLayout, difference:
         SMOLLM2.check_equal(other, ours="P", theirs="D")
     assert caught.value.message == f"page layouts differ: {difference}"
     assert caught.value.reason == "LAYOUT_MISMATCH"
+
+
+@pytest.mark.parametrize("text", ["int4", "fp8_e4m3", "int8:asym", "k=int8,v=int4:asym", "fp32"])
+def test_b8_a_quantised_format_is_refused_with_both_values(text: str) -> None:
+    with pytest.raises(FailedPreconditionError) as caught:
+        SMOLLM2.check_ships_to(of(text), ours="P", theirs="D")
+    assert caught.value.message == f"page layouts differ: format int8 (P) and {text} (D)"
+
+
+def test_plain_numbers_are_shipped_in_any_format_and_to_the_same_shape_only() -> None:
+    for ours in ("fp32", "bf16", "fp16", "k=fp32,v=bf16"):
+        for theirs in FORMATS:
+            of(ours).check_ships_to(of(theirs), ours="P", theirs="D")
+        for other in OTHERS:
+            assert of(ours).ships_to(other) == (other.format != SMOLLM2.format)
+    for ours in ("k=fp32,v=int8", "k=fp8_e4m3,v=bf16"):
+        assert not of(ours).ships_to(of("int4"))
+        assert of(ours).ships_to(of(ours))
+
+
+@pytest.mark.parametrize("text", ["int4", "k=int8,v=int4:asym", "k=int4,v=fp32"])
+def test_e2_an_odd_head_size_is_refused_for_int4_with_both_numbers(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="head_dim is 81, must be a multiple of 2 for int4"):
+        replace(of(text), head_dim=81)
+    replace(of(text), head_dim=80)
+
+
+def test_parts_that_would_be_misaligned_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"page_size is 5, but a layer's 45 bytes of K and 180 of V must be"):
+        replace(ODD, format=PageFormat.parse("k=int8,v=fp32"))
 
 
 def test_equal_layouts_agree_and_all_differences_are_named() -> None:

@@ -72,8 +72,11 @@ def prefill(prefiller: Worker, num_prompt: int) -> tuple[list[bytes], SampledTok
             return page_bytes, output.emitted[0].token
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
-@pytest.mark.parametrize("num_prompt", [15, 16, 17, 32, 100])
+@pytest.mark.parametrize(
+    ("page_format", "num_prompt"),
+    [*((text, num_prompt) for text in ("fp32", "int8") for num_prompt in (15, 16, 17, 32, 100)),
+     *((text, 37) for text in ("bf16", "fp16", "fp8_e4m3", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym"))],
+)  # fmt: skip
 def test_pages_and_tokens_are_equal(tiny_model: Path, page_format: str, num_prompt: int) -> None:
     shipped, first = prefill(worker(tiny_model, page_format, PrefillScheduler), num_prompt)
 

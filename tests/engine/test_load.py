@@ -11,7 +11,7 @@ from tiny_model import TinyShape, write_tiny_model
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, NotFoundError
-from pageferry.core.layout import PageFormat
+from pageferry.core.formats import PageFormat
 from pageferry.engine.load import compute_dtype, load_engine
 
 
@@ -20,7 +20,7 @@ def test_an_engine_describes_itself(tiny_model: Path) -> None:
     config = EngineConfig(model=str(tiny_model), page_size=8, num_pages=40, threads=1, compute_dtype="fp32")
     engine = load_engine(config, SchedulerConfig(), progress=lines.append)
     layout = engine.layout
-    assert (layout.format, layout.page_size, layout.num_layers) == (PageFormat.INT8, 8, 4)
+    assert (layout.format, layout.page_size, layout.num_layers) == (PageFormat.parse("int8"), 8, 4)
     assert (layout.num_kv_heads, layout.head_dim, len(layout.fingerprint)) == (2, 16, 32)
     assert (engine.num_pages, engine.pages.num_bytes) == (40, engine.memory_report["pages"])
     assert engine.model_config.name == tiny_model.name

@@ -4,13 +4,14 @@ import pytest
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.core.model_config import ModelConfig
 from pageferry.engine import memory
 from pageferry.engine.memory import MemoryPlan, available_bytes, plan_memory
 
 MODEL = ModelConfig("m", "llama", 1000, 64, 2, 4, 2, 16, 128, 8192, 1e-5, 1e4, tied_embeddings=True)
-LAYOUT = PageLayout("f", PageFormat.INT8, 16, 2, 2, 16)
+LAYOUT = PageLayout("f", PageFormat.parse("int8"), 16, 2, 2, 16)
 ROOM = 10**9
 
 

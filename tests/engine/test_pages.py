@@ -5,7 +5,8 @@ import torch
 from page_pools import FORMATS, layout, poisoned, stored
 
 from pageferry.core.errors import InvalidArgumentError
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.core.pool import PageId
 from pageferry.engine.pages import PageTensors
 from pageferry.kernels.append_pages import append_pages
@@ -24,7 +25,7 @@ def filled(of: PageLayout, seed: int) -> PageTensors:
     return pages
 
 
-@pytest.mark.parametrize("page_format", FORMATS)
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
 @pytest.mark.parametrize("dim", [8, 24, 64])
 def test_pages_travel_layer_range_by_layer_range(page_format: PageFormat, dim: int) -> None:
     shape = layout(page_format, num_layers=5, heads=3, dim=dim)
@@ -37,44 +38,53 @@ def test_pages_travel_layer_range_by_layer_range(page_format: PageFormat, dim: i
     assert set(target.read(PageId(0), 0, 5)) == set(target.read(ONE, 0, 5)) == {0xFF}
 
 
-@pytest.mark.parametrize("page_format", FORMATS)
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
 def test_the_layout_is_the_one_that_is_promised(page_format: PageFormat) -> None:
-    """Payload [layer][K|V][head][token][dim], then scales, each part at a multiple of 64 bytes."""
+    """Payload [layer][K|V][head][token][dim], then scales, then zero points, each at a multiple of 64 bytes."""
     shape = layout(page_format, num_layers=3)
     pages = filled(shape, 2)
-    layer, side, head, slot = 2, 1, 1, 7
-    row = ((layer * 2 + side) * 2 + head) * 16 + slot
-    size = page_format.element_bytes * 8
-    whole = bytes(pages.layers[0].payload.untyped_storage())[shape.page_bytes : 2 * shape.page_bytes]
-    expected = pages.layers[layer].payload[1, side, head, slot].contiguous().view(torch.uint8)
-    assert whole[row * size : (row + 1) * size] == bytes(expected.tolist())
-    assert shape.page_bytes % 64 == shape.scale_offset % 64 == 0
-    if page_format.scale_bytes:
-        scale = whole[shape.scale_offset + 2 * row :][:2]
-        scales = pages.layers[layer].scales
-        assert scales is not None
-        assert scale == bytes(scales[1, side, head, slot : slot + 1].view(torch.uint8).tolist())
+    layer, head, slot = 2, 1, 7
+    whole = bytes(pages.layers[0].keys.payload.untyped_storage())[shape.page_bytes : 2 * shape.page_bytes]
+    sides = (pages.layers[layer].keys, pages.layers[layer].values)
+    offset = 0
+    for part, widths in (
+        ("payload", [side.format.row_bytes(8) for side in sides]),
+        ("scales", [side.format.scale_bytes for side in sides]),
+        ("zeros", [side.format.zero_bytes for side in sides]),
+    ):
+        before = [layer * sum(widths), layer * sum(widths) + widths[0]]  # in units of one side's tokens and heads
+        for side, width, units in zip(sides, widths, before, strict=True):
+            if not width:
+                assert getattr(side, part) is None
+                continue
+            start = offset + 2 * 16 * units + (head * 16 + slot) * width
+            expected = getattr(side, part)[1, head, slot].reshape(-1).contiguous().view(torch.uint8)
+            assert whole[start : start + width] == bytes(expected.tolist())
+        offset += -(-3 * 2 * 16 * sum(widths) // 64) * 64
+    assert offset == shape.page_bytes == len(whole)
 
 
-@pytest.mark.parametrize("page_format", FORMATS)
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
 def test_blank_pages_are_zero_with_scale_one(page_format: PageFormat) -> None:
     pages = poisoned(layout(page_format), 3)
     pages.blank([PageId(0), TWO])
     for layer in pages.layers:
-        assert not layer.payload[[0, 2]].any()
-        assert layer.scales is None or (layer.scales[[0, 2]] == 1).all()
+        for side in (layer.keys, layer.values):
+            assert not side.payload[[0, 2]].any()
+            assert side.scales is None or (side.scales[[0, 2]] == 1).all()
+            assert side.zeros is None or not side.zeros[[0, 2]].any()
     assert set(pages.read(ONE, 0, 2)) == {0xFF}
 
 
 def test_a_copy_takes_every_byte() -> None:
-    pages = filled(layout(PageFormat.INT8), 3)
+    pages = filled(layout(PageFormat.parse("int8")), 3)
     before = pages.read(ONE, 0, 2)
     pages.copy(ONE, TWO)
     assert pages.read(TWO, 0, 2) == pages.read(ONE, 0, 2) == before
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    pages = filled(layout(PageFormat.INT8), 4)
+    pages = filled(layout(PageFormat.parse("int8")), 4)
     whole = pages.read(ONE, 0, 2)
     with pytest.raises(InvalidArgumentError, match=f"has {len(whole) - 1} bytes, must have {len(whole)}"):
         pages.write(ONE, 0, 2, whole[:-1])

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import GREEDY, Generation, load, runner_of, sequence
+from page_pools import spoil
 from safetensors.torch import load_file, save_file
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
@@ -42,7 +43,7 @@ def generate(
     return [target.output_ids for target in generation.sequences]
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "int8"])
+@pytest.mark.parametrize("page_format", ["fp32", "int8", "k=fp8_e4m3,v=int4:asym"])
 def test_batch_mates_change_nothing(tiny_model: Path, page_format: str) -> None:
     engine = load(tiny_model, page_format)
     alone = [generate(engine, [row])[0] for row in range(5)]
@@ -104,15 +105,14 @@ def test_a_copied_page_continues_like_its_source(tiny_model: Path) -> None:
     assert _token(result.samples[0]) == expected[1]
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("page_format", ["fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4:asym"])
 def test_a_sequence_whose_pages_went_bad_fails_alone(tiny_model: Path, page_format: str) -> None:
     engine = load(tiny_model, page_format)
     good = generate(engine, [0, 1, 2, 3], num_steps=5)
     generation = Generation(engine, [four_pages(row) for row in range(4)])
     generation.prefill()
     generation.decode(2)
-    views = engine.pages.layers[1]
-    (views.payload if views.scales is None else views.scales)[generation.sequences[1].pages[0]] = float("nan")
+    spoil(engine.pages.layers[1], generation.sequences[1].pages[0])
     generation.decode(1)
     assert isinstance(generation.results[-1][1], SampleFailure)
     del generation.sequences[1]
@@ -182,14 +182,16 @@ def test_pages_are_equal_in_every_process(tiny_model: Path) -> None:
 
 def test_blank_slots_stay_blank(tiny_model: Path) -> None:
     """What a page holds beyond its tokens is zero with scale 1, also where the pool was dirty."""
-    engine = load(tiny_model, "int8")
-    engine.pages.layers[0].payload.untyped_storage().fill_(0xFF)
+    engine = load(tiny_model, "k=int8,v=int4:asym")
+    engine.pages.layers[0].keys.payload.untyped_storage().fill_(0xFF)
     generate(engine, [0], num_steps=0)
     for layer in engine.pages.layers:
-        assert layer.scales is not None
-        assert not layer.payload[0, :, :, 5:].any()
-        assert (layer.scales[0, :, :, 5:] == 1).all()
-        assert layer.payload[0, :, :, :5].any()
+        for side in (layer.keys, layer.values):
+            assert side.scales is not None
+            assert not side.payload[0, :, 5:].any()
+            assert (side.scales[0, :, 5:] == 1).all()
+            assert side.payload[0, :, :5].any()
+        assert layer.values.zeros is not None and not layer.values.zeros[0, :, 5:].any()
 
 
 def test_an_empty_plan_does_nothing(tiny_model: Path) -> None:
@@ -231,7 +233,7 @@ def _token(sample: SampledToken | SampleFailure) -> int:
     return sample.token_id
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("page_format", ["fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4:asym"])
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 def test_activations_that_are_not_numbers_fail_their_sequence_alone(
     tiny_model: Path, tmp_path: Path, page_format: str, compute_dtype: str

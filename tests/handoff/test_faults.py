@@ -10,14 +10,15 @@ from handoff_bench import Bench, Gate, RawPush, Settings, drain, error_of, failu
 
 from pageferry.core.config import HandoffConfig, SchedulerConfig
 from pageferry.core.errors import PageferryError
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 
 B = LAYOUT.page_size
 PROMPT = range(6 * B)
 
 OTHER_LAYOUTS = [
     (replace(LAYOUT, page_size=8), "page_size 4", "8"),
-    (replace(LAYOUT, format=PageFormat.FP32), "format int8", "fp32"),
+    (replace(LAYOUT, format=PageFormat.parse("fp32")), "format int8", "fp32"),
     (replace(LAYOUT, fingerprint="0" * 32), "fingerprint f", "0"),
     (replace(LAYOUT, num_layers=2), "num_layers 3", "2"),
     (replace(LAYOUT, version=2), "version 1", "2"),

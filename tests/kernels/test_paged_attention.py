@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from page_pools import FORMATS, layout, poisoned
+from page_pools import FORMATS, layout, poisoned, spoil
 
-from pageferry.core.layout import PageFormat
+from pageferry.core.formats import PageFormat
 from pageferry.core.plan import Chunk
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import Sequence, WorkItem
@@ -70,7 +70,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("page_format", FORMATS)
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
 @pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("window", [None, 20])
 def test_fp32_equals_the_reference(page_format: PageFormat, shapes: list[tuple[int, int]], window: int | None) -> None:
@@ -79,7 +79,7 @@ def test_fp32_equals_the_reference(page_format: PageFormat, shapes: list[tuple[i
     assert (result - expected).abs().max() <= FP32_TOLERANCE * expected.abs().max()
 
 
-@pytest.mark.parametrize("page_format", FORMATS)
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
 @pytest.mark.parametrize("window", [None, 20])
 def test_bf16_chunks_stay_within_their_rounding(page_format: PageFormat, window: int | None) -> None:
     tested = case(page_format, SHAPES["chunks and decode together"])
@@ -88,19 +88,18 @@ def test_bf16_chunks_stay_within_their_rounding(page_format: PageFormat, window:
 
 
 def test_bf16_heads_may_be_computed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    tested = case(PageFormat.INT8, SHAPES["chunk on top of pages"])
+    tested = case(PageFormat.parse("int8"), SHAPES["chunk on top of pages"])
     together = tested.run(None, torch.bfloat16)
     monkeypatch.setattr("pageferry.kernels.paged_attention._MAX_SCORES", 1)
     torch.testing.assert_close(tested.run(None, torch.bfloat16), together, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("page_format", FORMATS)
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
 def test_a_sequence_of_nan_fails_alone(page_format: PageFormat) -> None:
     tested = case(page_format, [(40, 1), (33, 1), (45, 1)])
     before = tested.run(None, torch.float32)
     bad = tested.chunks[1].sequence.pages[0]
-    views = tested.pages.layers[0]
-    (views.payload if views.scales is None else views.scales)[bad] = float("nan")
+    spoil(tested.pages.layers[0], bad)
     after = tested.run(None, torch.float32)
     assert after[1].isnan().all()
     assert torch.equal(after[[0, 2]], before[[0, 2]])

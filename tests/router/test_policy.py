@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, Source, choose
 
-LAYOUT = PageLayout("f" * 32, PageFormat.INT8, page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
+LAYOUT = PageLayout("f" * 32, PageFormat.parse("int8"), page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
 OTHER_LAYOUT = replace(LAYOUT, page_size=32)
 SETTINGS = Settings(local_prefill_tokens=32, headroom_pages=1)
 P = PrefillState("p1", LAYOUT, num_waiting=0, queued_tokens=0, tokens_per_s=1000, chunk_tokens=256, cached_tokens=0)

@@ -3,13 +3,14 @@
 import pytest
 
 from pageferry.core.errors import InvalidArgumentError
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.router.view import WatchGapError, WorkerView
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1.inference_pb2 import WorkerLoad
 from pageferry.v1.worker_pb2 import CacheEvents, Draining, Snapshot, WatchResponse
 
-LAYOUT = PageLayout("f" * 32, PageFormat.INT8, page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
+LAYOUT = PageLayout("f" * 32, PageFormat.parse("int8"), page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
 OLD, NEW = b"o" * 16, b"n" * 16
 HASHES = [bytes([i]) * 16 for i in range(5)]
 

@@ -9,7 +9,8 @@ import pytest
 from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
 
 from pageferry.core.errors import UnavailableError
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.router.workers import WorkerState
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb, worker_pb2
@@ -63,7 +64,7 @@ async def test_status_tells_role_state_load_and_layout(rig: Make) -> None:
     "layout",
     [
         replace(LAYOUT, page_size=32),
-        replace(LAYOUT, format=PageFormat.BF16),
+        replace(LAYOUT, format=PageFormat.parse("bf16")),
         replace(LAYOUT, fingerprint="0" * 32),
         replace(LAYOUT, version=2),
     ],

@@ -6,6 +6,7 @@ import pytest
 from pages import large_layout, small_layout
 
 from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.formats import PageFormat
 from pageferry.core.layout import PageLayout
 from pageferry.core.plan import SampledToken
 from pageferry.core.sampling import SamplingParams, StopParams
@@ -72,10 +73,40 @@ def test_a_layout_whose_page_size_in_bytes_does_not_follow_is_refused() -> None:
         convert.layout_from_proto(message)
 
 
+@pytest.mark.parametrize("text", ["fp16", "fp8_e4m3", "int4", "int8:asym", "k=int8,v=int4:asym", "k=fp32,v=bf16"])
+def test_every_page_format_comes_back(text: str) -> None:
+    layout = replace(small_layout(), format=PageFormat.parse(text))
+    message = pb.PageLayout.FromString(convert.layout_to_proto(layout).SerializeToString())
+    assert convert.layout_from_proto(message) == layout
+    assert message.format == pb.PAGE_FORMAT_UNSPECIFIED
+
+
+@pytest.mark.parametrize("text", ["fp32", "bf16", "int8"])
+def test_a_plain_format_is_told_in_the_older_field_too(text: str) -> None:
+    layout = replace(small_layout(), format=PageFormat.parse(text))
+    message = convert.layout_to_proto(layout)
+    assert pb.PageFormat.Name(message.format) == f"PAGE_FORMAT_{text.upper()}"
+    message.ClearField("k_format")
+    message.ClearField("v_format")
+    assert convert.layout_from_proto(message) == layout
+
+
 @pytest.mark.parametrize("value", [0, 99])
 def test_an_unknown_page_format_is_refused(value: int) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"layout.format is {value}"):
-        convert.format_from_proto(value)
+        convert.layout_from_proto(pb.PageLayout(format=value))  # type: ignore[arg-type]
+    for field in ("element", "granularity"):
+        message = convert.layout_to_proto(small_layout())
+        setattr(message.v_format, field, value)
+        with pytest.raises(InvalidArgumentError, match=rf"layout.v_format.{field} is {value}"):
+            convert.layout_from_proto(message)
+
+
+def test_scales_per_channel_are_refused() -> None:
+    message = convert.layout_to_proto(small_layout())
+    message.k_format.granularity = pb.SCALE_GRANULARITY_CHANNEL
+    with pytest.raises(InvalidArgumentError, match="scales per channel are not supported yet"):
+        convert.layout_from_proto(message)
 
 
 @pytest.mark.parametrize(

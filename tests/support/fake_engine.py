@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import Any
 
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.core.plan import Plan, SampledToken, SampleFailure, StepResult
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import Sequence, WorkItem
 
 VOCAB_SIZE = 1000
-LAYOUT = PageLayout("f" * 32, PageFormat.INT8, page_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+LAYOUT = PageLayout("f" * 32, PageFormat.parse("int8"), page_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 
 
 class FakeClock:
@@ -56,6 +57,10 @@ class FakePages:
             self.data[page][start : start + length] = payload[offset : offset + length]
             offset += length
 
+    def converted(self, layout: PageLayout) -> "FakePages":
+        assert layout == self.layout, "the fake model writes one format"
+        return self
+
     def blank(self, pages: Iterable[PageId]) -> None:
         for page in pages:
             self.data[page][:] = self.blank_page()
@@ -66,17 +71,17 @@ class FakePages:
     def put(self, page: PageId, slot: int, vectors: ListLike[bytes]) -> None:
         """Write one token's vectors, in the order layer, K|V, head."""
         layout = self.layout
-        width = layout.head_dim * layout.format.element_bytes
+        width = layout.format.k.row_bytes(layout.head_dim)
         for index, vector in enumerate(vectors):
             start = (index * layout.page_size + slot) * width
             self.data[page][start : start + width] = vector
-            if layout.format.scale_bytes:
+            if layout.format.k.scale_bytes:
                 start = layout.scale_offset + (index * layout.page_size + slot) * 2
                 self.data[page][start : start + 2] = vector[:2]
 
     def get(self, page: PageId, slot: int) -> bytes:
         layout = self.layout
-        width = layout.head_dim * layout.format.element_bytes
+        width = layout.format.k.row_bytes(layout.head_dim)
         starts = [(i * layout.page_size + slot) * width for i in range(2 * layout.num_layers * layout.num_kv_heads)]
         return b"".join(bytes(self.data[page][start : start + width]) for start in starts)
 
@@ -121,7 +126,7 @@ class FakeRunner:
 
 def vectors(layout: PageLayout, token_id: int, position: int) -> list[bytes]:
     """What the model stores for a token at a position."""
-    width = layout.head_dim * layout.format.element_bytes
+    width = layout.format.k.row_bytes(layout.head_dim)
     num_vectors = 2 * layout.num_layers * layout.num_kv_heads
     whole = hashlib.shake_128(f"{token_id}/{position}".encode()).digest(width * num_vectors)
     return [whole[start : start + width] for start in range(0, len(whole), width)]

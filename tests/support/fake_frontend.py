@@ -47,7 +47,7 @@ def finished(reason: types.FinishReason = types.FINISH_REASON_STOP, matched_stop
             timings=pb.Timings(
                 queue_ms=1, prefill_ms=20, prefill_queue_ms=2, transfer_tail_ms=3, ttft_ms=25, total_ms=60
             ),
-            pages=pb.HandoffStats(format=types.PAGE_FORMAT_INT8, shipped=3, cached=1, bytes=4096, hidden=0.75),
+            pages=pb.HandoffStats(page_format="int8", shipped=3, cached=1, bytes=4096, hidden=0.75),
         )
     )
 

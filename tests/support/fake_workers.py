@@ -17,7 +17,8 @@ from spans import SpanLog
 
 from pageferry.core.config import Config, RouterConfig, ServerConfig
 from pageferry.core.errors import PageferryError, UnavailableError
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.core.model_files import load_config_of, resolve_model
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
@@ -32,7 +33,7 @@ from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServic
 from pageferry.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
-LAYOUT = PageLayout("f" * 32, PageFormat.INT8, page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
+LAYOUT = PageLayout("f" * 32, PageFormat.parse("int8"), page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
 MODEL = "tiny"
 PAGE_BYTES = 1000  # as the fakes report it
 

@@ -30,6 +30,7 @@ from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.__main__ import DecodeMain
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
+from pageferry.engine.load import Engine
 from pageferry.prefill_svc.__main__ import PrefillMain
 from pageferry.prefill_svc.shipping import DecodeChannels
 from pageferry.prefill_svc.step import PrefillStep
@@ -62,6 +63,7 @@ class Settings:
 
     num_pages: int = 64
     layout: PageLayout = LAYOUT
+    engine: Engine | None = None  # instead of the fake model
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(chunk_tokens=8, local_chunk_tokens=8, headroom_pages=0)
     )
@@ -79,8 +81,10 @@ class Side:
     def __init__(self, settings: Settings, exporter: InMemorySpanExporter) -> None:
         self.settings = settings
         self.pool = PagePool(settings.num_pages)
-        self.pages = FakePages(settings.layout, settings.num_pages)
-        self.runner = FakeRunner(self.pages)
+        self.pages: Any = FakePages(settings.layout, settings.num_pages)
+        self.runner: Any = FakeRunner(self.pages)
+        if settings.engine is not None:
+            self.pages, self.runner = settings.engine.pages, settings.engine.runner
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         self.tracer = provider.get_tracer("bench")

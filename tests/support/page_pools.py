@@ -2,31 +2,53 @@
 
 import torch
 
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import Element, PageFormat, TensorFormat
+from pageferry.core.layout import PageLayout
 from pageferry.engine.pages import PageTensors
+from pageferry.kernels.append_pages import LayerPages
+from pageferry.kernels.quantise import largest
 
-# As fp32, bf16 and fp16 these bytes are NaN; as int8 they are -1.
+# As fp32, bf16, fp16 and fp8 these bytes are NaN; as int8 and int4 they are -1, or the largest where unsigned.
 POISON = 0xFF
-FORMATS = tuple(PageFormat)
-# Largest error of a stored number, relative to the largest of its vector: half a step of bf16 (8 bits of mantissa), and
-# of int8 (127 steps) plus what rounding the scale to fp16 adds. Below fp16's normal numbers the latter is absolute.
-TOLERANCE = {PageFormat.FP32: 0.0, PageFormat.BF16: 2**-8, PageFormat.INT8: 0.5 / 127 + 2**-10}
-
-TINY_SCALE_ERROR = 127 * 2**-25
+ALIKE = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym")
+APART = ("k=int8,v=int4:asym", "k=int4:asym,v=bf16", "k=fp32,v=fp8_e4m3")
+FORMATS = tuple(PageFormat.parse(text) for text in (*ALIKE, *APART))
+# Half a step of 24, 8, 11 and 4 bits of mantissa.
+_HALF_STEPS = {Element.FP32: 0.0, Element.BF16: 2**-8, Element.FP16: 2**-11, Element.FP8_E4M3: 2**-4}
 
 
 def layout(page_format: PageFormat, *, num_layers: int = 2, heads: int = 2, dim: int = 8) -> PageLayout:
     return PageLayout("tested", page_format, 16, num_layers, heads, dim)
 
 
+def largest_error(side: TensorFormat, x: torch.Tensor) -> torch.Tensor:
+    """[...] Most that a number of vectors x [..., D] may be off: half a step, and what rounding scale and zero adds.
+
+    fp16 rounds a scale by at most 2^-11 of itself (by 2^-25 where it is tiny), which clamping turns into an error of
+    the largest numbers, and each zero point likewise.
+    """
+    reach = x.abs().amax(-1)
+    if not side.element.is_scaled:
+        return _HALF_STEPS[side.element] * reach + (2**-25 if side.element is Element.FP16 else 0)
+    spread = reach if side.symmetric else x.amax(-1) - x.amin(-1)
+    half_step = 0.5 / largest(side) if side.element.is_integer else _HALF_STEPS[side.element]
+    zero_error = 0 if side.symmetric else 2**-11 * reach + 2**-25
+    return spread * (half_step * (1 + 2**-11) + 2**-11) + largest(side) * 2**-25 + zero_error
+
+
 def poisoned(of: PageLayout, num_pages: int) -> PageTensors:
     pages = PageTensors(of, num_pages)
-    pages.layers[0].payload.untyped_storage().fill_(POISON)
+    pages.layers[0].keys.payload.untyped_storage().fill_(POISON)
     return pages
 
 
 def stored(pages: PageTensors, layer: int) -> torch.Tensor:
     """[num_pages, 2, Hk, B, D] fp32: what a reader takes the layer's bytes to mean."""
     views = pages.layers[layer]
-    payload = views.payload.float()
-    return payload if views.scales is None else payload * views.scales.float()[..., None]
+    return torch.stack((views.keys.read(), views.values.read()), dim=1)
+
+
+def spoil(layer: LayerPages, page: int) -> None:
+    """Make a page's keys NaN."""
+    keys = layer.keys
+    (keys.payload if keys.scales is None else keys.scales)[page] = float("nan")

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from pageferry.core.errors import FailedPreconditionError, PageferryError
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
 from pageferry.runtime.receive import FrameKey, Grant
@@ -16,12 +17,12 @@ TICKET = bytes(range(16))
 
 def small_layout() -> PageLayout:
     """One frame a page."""
-    return PageLayout("f" * 32, PageFormat.INT8, page_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+    return PageLayout("f" * 32, PageFormat.parse("int8"), page_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 
 
 def large_layout() -> PageLayout:
     """Three frames a page."""
-    return PageLayout("f" * 32, PageFormat.FP32, page_size=16, num_layers=20, num_kv_heads=8, head_dim=128)
+    return PageLayout("f" * 32, PageFormat.parse("fp32"), page_size=16, num_layers=20, num_kv_heads=8, head_dim=128)
 
 
 class MemoryPages:
@@ -40,6 +41,10 @@ class MemoryPages:
         self.before(page)
         ranges = self.layout.ranges(first_layer, num_layers)
         return b"".join(self.pages[page][offset : offset + length] for offset, length in ranges)
+
+    def converted(self, layout: PageLayout) -> "MemoryPages":
+        assert layout == self.layout
+        return self
 
     def write(self, page: PageId, first_layer: int, num_layers: int, payload: bytes) -> None:
         self.before(page)

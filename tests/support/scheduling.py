@@ -10,7 +10,8 @@ from itertools import count
 
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.core.plan import Ended, Output, Plan, SampledToken, SampleFailure, StepResult
 from pageferry.core.pool import PageId, PagePool, PageState
 from pageferry.core.prefill_scheduler import PrefillScheduler
@@ -22,7 +23,7 @@ _names = count()
 
 
 def layout(page_size: int = 16) -> PageLayout:
-    return PageLayout("test", PageFormat.INT8, page_size, num_layers=1, num_kv_heads=1, head_dim=8)
+    return PageLayout("test", PageFormat.parse("int8"), page_size, num_layers=1, num_kv_heads=1, head_dim=8)
 
 
 def prompt(num_tokens: int, variant: int = 0) -> tuple[int, ...]:

@@ -1,12 +1,13 @@
 """A ticket table, and tickets for sequences that need no scheduler."""
 
+from pageferry.core.formats import PageFormat
 from pageferry.core.handoff import Ticket, TicketTable
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.layout import PageLayout
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import Sequence, WorkItem
 
-LAYOUT = PageLayout("f" * 32, PageFormat.FP32, page_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+LAYOUT = PageLayout("f" * 32, PageFormat.parse("fp32"), page_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 LEASE_S = 30.0
 ID = bytes(range(16))
 

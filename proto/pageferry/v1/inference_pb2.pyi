@@ -122,18 +122,20 @@ class Timings(_message.Message):
     def __init__(self, tokenize_ms: _Optional[float] = ..., queue_ms: _Optional[float] = ..., reserve_ms: _Optional[float] = ..., prefill_queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., delivery_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., transfer_tail_ms: _Optional[float] = ..., decode_queue_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class HandoffStats(_message.Message):
-    __slots__ = ("format", "shipped", "cached", "bytes", "hidden")
+    __slots__ = ("format", "shipped", "cached", "bytes", "hidden", "page_format")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     SHIPPED_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     format: _types_pb2.PageFormat
     shipped: int
     cached: int
     bytes: int
     hidden: float
-    def __init__(self, format: _Optional[_Union[_types_pb2.PageFormat, str]] = ..., shipped: _Optional[int] = ..., cached: _Optional[int] = ..., bytes: _Optional[int] = ..., hidden: _Optional[float] = ...) -> None: ...
+    page_format: str
+    def __init__(self, format: _Optional[_Union[_types_pb2.PageFormat, str]] = ..., shipped: _Optional[int] = ..., cached: _Optional[int] = ..., bytes: _Optional[int] = ..., hidden: _Optional[float] = ..., page_format: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "chat")

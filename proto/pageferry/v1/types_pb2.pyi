@@ -19,6 +19,22 @@ class PageFormat(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PAGE_FORMAT_FP32: _ClassVar[PageFormat]
     PAGE_FORMAT_BF16: _ClassVar[PageFormat]
     PAGE_FORMAT_INT8: _ClassVar[PageFormat]
+
+class PageElement(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAGE_ELEMENT_UNSPECIFIED: _ClassVar[PageElement]
+    PAGE_ELEMENT_FP32: _ClassVar[PageElement]
+    PAGE_ELEMENT_BF16: _ClassVar[PageElement]
+    PAGE_ELEMENT_FP16: _ClassVar[PageElement]
+    PAGE_ELEMENT_FP8_E4M3: _ClassVar[PageElement]
+    PAGE_ELEMENT_INT8: _ClassVar[PageElement]
+    PAGE_ELEMENT_INT4: _ClassVar[PageElement]
+
+class ScaleGranularity(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCALE_GRANULARITY_UNSPECIFIED: _ClassVar[ScaleGranularity]
+    SCALE_GRANULARITY_TOKEN: _ClassVar[ScaleGranularity]
+    SCALE_GRANULARITY_CHANNEL: _ClassVar[ScaleGranularity]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -26,6 +42,16 @@ PAGE_FORMAT_UNSPECIFIED: PageFormat
 PAGE_FORMAT_FP32: PageFormat
 PAGE_FORMAT_BF16: PageFormat
 PAGE_FORMAT_INT8: PageFormat
+PAGE_ELEMENT_UNSPECIFIED: PageElement
+PAGE_ELEMENT_FP32: PageElement
+PAGE_ELEMENT_BF16: PageElement
+PAGE_ELEMENT_FP16: PageElement
+PAGE_ELEMENT_FP8_E4M3: PageElement
+PAGE_ELEMENT_INT8: PageElement
+PAGE_ELEMENT_INT4: PageElement
+SCALE_GRANULARITY_UNSPECIFIED: ScaleGranularity
+SCALE_GRANULARITY_TOKEN: ScaleGranularity
+SCALE_GRANULARITY_CHANNEL: ScaleGranularity
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs")
@@ -97,8 +123,18 @@ class Usage(_message.Message):
     cached_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
+class TensorFormat(_message.Message):
+    __slots__ = ("element", "granularity", "asymmetric")
+    ELEMENT_FIELD_NUMBER: _ClassVar[int]
+    GRANULARITY_FIELD_NUMBER: _ClassVar[int]
+    ASYMMETRIC_FIELD_NUMBER: _ClassVar[int]
+    element: PageElement
+    granularity: ScaleGranularity
+    asymmetric: bool
+    def __init__(self, element: _Optional[_Union[PageElement, str]] = ..., granularity: _Optional[_Union[ScaleGranularity, str]] = ..., asymmetric: _Optional[bool] = ...) -> None: ...
+
 class PageLayout(_message.Message):
-    __slots__ = ("fingerprint", "format", "page_size", "num_layers", "num_kv_heads", "head_dim", "page_bytes", "version")
+    __slots__ = ("fingerprint", "format", "page_size", "num_layers", "num_kv_heads", "head_dim", "page_bytes", "version", "k_format", "v_format")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +143,8 @@ class PageLayout(_message.Message):
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    K_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    V_FORMAT_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     format: PageFormat
     page_size: int
@@ -115,7 +153,9 @@ class PageLayout(_message.Message):
     head_dim: int
     page_bytes: int
     version: int
-    def __init__(self, fingerprint: _Optional[str] = ..., format: _Optional[_Union[PageFormat, str]] = ..., page_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_bytes: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+    k_format: TensorFormat
+    v_format: TensorFormat
+    def __init__(self, fingerprint: _Optional[str] = ..., format: _Optional[_Union[PageFormat, str]] = ..., page_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_bytes: _Optional[int] = ..., version: _Optional[int] = ..., k_format: _Optional[_Union[TensorFormat, _Mapping]] = ..., v_format: _Optional[_Union[TensorFormat, _Mapping]] = ...) -> None: ...
 
 class WorkItem(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "stop", "choice", "priority", "cache_salt")

@@ -24,6 +24,10 @@ from pageferry.v1 import inference_pb2 as pb
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8080
 _POLL_S = 0.1
+_PAGES_HELP = (
+    "format of the pages: fp32, bf16, fp16, fp8_e4m3, int8 (the default) or int4; integers with zero points as "
+    "int4:asym; keys and values apart as k=int8,v=int4"
+)
 _PROGRESS = "progress"  # the field of a log line that is for people
 # Argument and the setting that it stands for.
 _SETTINGS = {
@@ -42,7 +46,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers; 0: decode workers do it")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers")
     parser.add_argument("--model", metavar="DIR|FILE.gguf|NAME", help="default smollm2, the packaged one")
-    parser.add_argument("--pages", metavar="FORMAT", help="format of the pages: int8 (the default), bf16 or fp32")
+    parser.add_argument("--pages", metavar="FORMAT", help=_PAGES_HELP)
     parser.add_argument("--page-size", type=int, metavar="TOKENS", help="tokens a page; default 16")
     parser.add_argument("--kv-memory-mb", type=int, metavar="MB", help="memory for pages of each worker; default 512")
     parser.add_argument("--threads", type=int, metavar="N", help="of each worker; default: the cores, divided")

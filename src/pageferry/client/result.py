@@ -177,6 +177,4 @@ def _token(token: types.GeneratedToken) -> Token:
 
 
 def _pages(pages: pb.HandoffStats) -> Pages:
-    name = types.PageFormat.Name(pages.format).removeprefix("PAGE_FORMAT_").lower()
-    handed_over = pages.format != types.PAGE_FORMAT_UNSPECIFIED
-    return Pages(name if handed_over else None, pages.shipped, pages.cached, pages.bytes, pages.hidden)
+    return Pages(pages.page_format or None, pages.shipped, pages.cached, pages.bytes, pages.hidden)

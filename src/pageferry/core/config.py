@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
-from pageferry.core.layout import MAX_FRAME_BYTES, PageFormat
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import MAX_FRAME_BYTES
 from pageferry.core.settings import Setting, convert, read_environment, read_file
 
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
@@ -52,7 +53,7 @@ class ServerConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     model: str = "smollm2"  # a directory, a .gguf file, or the packaged model's name
-    page_format: str = "int8"
+    page_format: str = "int8"  # or fp32, bf16, fp16, fp8_e4m3, int4; int8:asym, int4:asym; k=FORMAT,v=FORMAT
     page_size: int = 16
     num_pages: int = 0  # 0: what `kv_memory_mb` holds
     kv_memory_mb: int = 512
@@ -63,7 +64,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.model:
             raise invalid("model", self.model, "must be a directory, a .gguf file or a packaged model's name")
-        _check_choice("page_format", self.page_format, tuple(page_format.value for page_format in PageFormat))
+        PageFormat.parse(self.page_format)
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _check_ranges(
             self,

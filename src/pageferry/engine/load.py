@@ -10,7 +10,8 @@ import torch
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, invalid
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
 from pageferry.core.plan import Runner
@@ -101,7 +102,7 @@ def _naming(files: ModelFiles) -> Iterator[None]:
 
 
 def _layout(model: ModelConfig, config: EngineConfig, digest: str) -> PageLayout:
-    page_format = PageFormat(config.page_format)
+    page_format = PageFormat.parse(config.page_format)
     return PageLayout(digest, page_format, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim)
 
 
@@ -117,4 +118,4 @@ def _summary(report: dict[str, int], layout: PageLayout, dtype: torch.dtype) -> 
     pages = report["pages"] // layout.page_bytes
     compute = str(dtype).removeprefix("torch.")
     total = f"{terms} = {report['total'] / 10**6:.0f} MB of {report['available'] / 10**6:.0f} available"
-    return f"computes in {compute}, {pages} {layout.format.value} pages of {layout.page_size} tokens, memory {total}"
+    return f"computes in {compute}, {pages} {layout.format} pages of {layout.page_size} tokens, memory {total}"

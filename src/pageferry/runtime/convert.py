@@ -4,18 +4,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from pageferry.core.errors import invalid
-from pageferry.core.layout import PageFormat, PageLayout
+from pageferry.core.formats import Element, Granularity, PageFormat, TensorFormat
+from pageferry.core.layout import PageLayout
 from pageferry.core.plan import SampledToken
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import FinishReason, WorkItem
 from pageferry.v1 import types_pb2 as pb
 
+# Those that the contract's older field can tell.
 _FORMATS = {
-    PageFormat.FP32: pb.PAGE_FORMAT_FP32,
-    PageFormat.BF16: pb.PAGE_FORMAT_BF16,
-    PageFormat.INT8: pb.PAGE_FORMAT_INT8,
+    PageFormat.parse("fp32"): pb.PAGE_FORMAT_FP32,
+    PageFormat.parse("bf16"): pb.PAGE_FORMAT_BF16,
+    PageFormat.parse("int8"): pb.PAGE_FORMAT_INT8,
 }
 _FORMATS_BACK: dict[int, PageFormat] = {value: key for key, value in _FORMATS.items()}
+_ELEMENTS = {pb.PageElement.Value(f"PAGE_ELEMENT_{element.name}"): element for element in Element}
+_GRANULARITIES = {pb.ScaleGranularity.Value(f"SCALE_GRANULARITY_{kind.name}"): kind for kind in Granularity}
 _LAYOUT_FIELDS = ("fingerprint", "page_size", "num_layers", "num_kv_heads", "head_dim", "version")
 # Those that have the same name in the core and in the contract.
 _SAMPLING_FIELDS: tuple[Any, ...] = (
@@ -26,24 +30,46 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 _REASONS_BACK: dict[int, FinishReason] = {value: key for key, value in _REASONS.items()}
 
 
-def format_to_proto(page_format: PageFormat) -> pb.PageFormat:
-    return _FORMATS[page_format]
+def format_from_proto(message: pb.PageLayout) -> PageFormat:
+    """From `k_format` and `v_format`, or else from `format` alone."""
+    if message.HasField("k_format") and message.HasField("v_format"):
+        k, v = (_side_from_proto(name, getattr(message, name)) for name in ("k_format", "v_format"))
+        return PageFormat(k, v)
+    if message.format not in _FORMATS_BACK:
+        raise invalid("layout.format", message.format, "is no page format that this version knows")
+    return _FORMATS_BACK[message.format]
 
 
-def format_from_proto(value: int) -> PageFormat:
-    if value not in _FORMATS_BACK:
-        raise invalid("layout.format", value, "is no page format that this version knows")
-    return _FORMATS_BACK[value]
+def _side_to_proto(side: TensorFormat) -> pb.TensorFormat:
+    return pb.TensorFormat(
+        element=f"PAGE_ELEMENT_{side.element.name}",
+        granularity=f"SCALE_GRANULARITY_{side.granularity.name}",
+        asymmetric=not side.symmetric,
+    )
+
+
+def _side_from_proto(name: str, message: pb.TensorFormat) -> TensorFormat:
+    if message.element not in _ELEMENTS:
+        raise invalid(f"layout.{name}.element", message.element, "is none that this version knows")
+    if message.granularity not in _GRANULARITIES:
+        raise invalid(f"layout.{name}.granularity", message.granularity, "is none that this version knows")
+    return TensorFormat(_ELEMENTS[message.element], _GRANULARITIES[message.granularity], not message.asymmetric)
 
 
 def layout_to_proto(layout: PageLayout) -> pb.PageLayout:
     values = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
-    return pb.PageLayout(**values, format=format_to_proto(layout.format), page_bytes=layout.page_bytes)
+    return pb.PageLayout(
+        **values,
+        format=_FORMATS.get(layout.format, pb.PAGE_FORMAT_UNSPECIFIED),
+        k_format=_side_to_proto(layout.format.k),
+        v_format=_side_to_proto(layout.format.v),
+        page_bytes=layout.page_bytes,
+    )
 
 
 def layout_from_proto(message: pb.PageLayout) -> PageLayout:
     values = {name: getattr(message, name) for name in _LAYOUT_FIELDS}
-    layout = PageLayout(**values, format=format_from_proto(message.format))
+    layout = PageLayout(**values, format=format_from_proto(message))
     if message.page_bytes != layout.page_bytes:
         limit = f"must be {layout.page_bytes} for the layout's other fields"
         raise invalid("layout.page_bytes", message.page_bytes, limit)

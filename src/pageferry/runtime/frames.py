@@ -4,7 +4,8 @@ from crc32c import crc32c
 from opentelemetry.trace import Span
 
 from pageferry.core.errors import DataLossError, invalid
-from pageferry.core.layout import PageFormat, PageLayout, PageSource
+from pageferry.core.formats import PageFormat
+from pageferry.core.layout import PageLayout, PageSource
 from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats
 from pageferry.v1.page_pb2 import PageFrame
@@ -37,7 +38,7 @@ def check_payload(frame: PageFrame, payload: bytes, layout: PageLayout) -> None:
 
 
 def describe_pages(span: Span, page_format: PageFormat, num_pages: int, num_bytes: int) -> None:
-    span.set_attribute("pageferry.handoff.format", page_format.value)
+    span.set_attribute("pageferry.handoff.format", str(page_format))
     span.set_attribute("pageferry.handoff.pages", num_pages)
     span.set_attribute("pageferry.handoff.bytes", num_bytes)
 
