@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence as ListLike
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,9 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         call = _Call(Sequence(work, self._clock(), deadline_of(context, self._clock)))
         if target is not None:
             over = partial(self._take_outcome, call)
-            call.shipment = Shipment(self._channels, target, self._push_parts, self._give_back, over)
+            source = self._push_parts.source.converted(layout_from_proto(target.layout))
+            parts = replace(self._push_parts, source=source)
+            call.shipment = Shipment(self._channels, target, parts, self._give_back, over)
         self._calls[call.sequence] = call  # before the engine knows of it, so that no event is lost
         return call
 
@@ -178,12 +180,13 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         call.outcomes.put_nowait(outcome)
 
     def _check_target(self, target: HandoffTarget, work: WorkItem) -> None:
-        """Raise InvalidArgumentError for what no decode worker sends, FailedPreconditionError where layouts differ."""
+        """Raise InvalidArgumentError for what no decode worker sends, FailedPreconditionError for a layout not ours."""
         if len(target.ticket) != TICKET_BYTES:
             raise invalid("target.ticket", f"{len(target.ticket)} bytes", f"must be {TICKET_BYTES} bytes")
         if not target.kv_endpoint:
             raise invalid("target.kv_endpoint", target.kv_endpoint, "must be host:port")
-        self._layout.check_equal(layout_from_proto(target.layout), ours="prefill worker", theirs="decode worker")
+        layout = layout_from_proto(target.layout)
+        self._layout.check_ships_to(layout, ours="prefill worker", theirs="decode worker")
         num_tokens = len(work.prompt_ids) + len(work.output_ids)
         if target.cached_tokens >= num_tokens or target.cached_tokens % self._layout.page_size:
             limit = f"must be a multiple of {self._layout.page_size} below the {num_tokens} tokens"

@@ -145,6 +145,8 @@ class Attempt:
         if self._brings_first_token:
             self._timeline.parts.reserve_ms = (time.monotonic() - self._began) * 1000
         self._timeline.pages.format = reserved.layout.format
+        layout = self._decode.view.layout
+        self._timeline.pages.page_format = str(layout.format) if layout is not None else ""
         self._timeline.pages.cached = reserved.cached_pages
         self._call_prefill(
             prefill_pb2.HandoffTarget(

@@ -79,7 +79,8 @@ class Fleet:
 def refuse_misfits(workers: Sequence[Worker]) -> None:
     """Set `misfit` of each worker that is connected, by itself and by the page layouts of the other role's workers.
 
-    A worker fits if a connected one of the other role has an equal layout; where none is connected, it fits too.
+    A worker fits if pages can be shipped between it and a connected one of the other role; where none is connected, it
+    fits too.
     """
     for worker in workers:
         worker.misfit = worker.own_misfit()
@@ -93,7 +94,7 @@ def refuse_misfits(workers: Sequence[Worker]) -> None:
 def _layout_problem(worker: Worker, connected: Sequence[Worker]) -> str:
     others = [other for other in connected if other.role is not worker.role]
     ours = worker.view.layout
-    if ours is None or not others or any(other.view.layout == ours for other in others):
+    if ours is None or not others or any(_fits(worker, other) for other in others):
         return ""
     theirs = others[0].view.layout
     assert theirs is not None, "a connected worker has a snapshot"
@@ -104,3 +105,11 @@ def _layout_problem(worker: Worker, connected: Sequence[Worker]) -> str:
     except FailedPreconditionError as error:
         return error.message
     return ""
+
+
+def _fits(one: Worker, other: Worker) -> bool:
+    """Whether the one that is a prefill worker can fill the pages of the one that is a decode worker."""
+    sender, receiver = (one, other) if one.role is Role.PREFILL else (other, one)
+    if sender.view.layout is None or receiver.view.layout is None:
+        return False
+    return sender.view.layout.ships_to(receiver.view.layout)

@@ -1,7 +1,7 @@
 """Which workers a request goes to: pure functions over what is known of the workers at one moment.
 
 A decode worker is chosen first, by the share of its free pages and of its slots that the request would take. Among the
-prefill workers with an equal page layout the one with the lowest predicted time to first token is taken. The decode
+prefill workers that can fill its pages the one with the lowest predicted time to first token is taken. The decode
 worker computes the prompt itself where that is short, or predicted to be much faster, or where nobody else can.
 """
 
@@ -116,7 +116,7 @@ def choose(
         prefill = _best_prefill(demand, prefills)
         return _only(prefill, demand) if prefill is not None else None
     for decode in _by_load(demand, decodes, settings):
-        partners = [] if demand.local_only else [prefill for prefill in prefills if prefill.layout == decode.layout]
+        partners = [] if demand.local_only else [p for p in prefills if p.layout.ships_to(decode.layout)]
         route = _with(decode, partners, demand, settings)
         if route is not None:
             return route

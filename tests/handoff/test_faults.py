@@ -19,6 +19,8 @@ PROMPT = range(6 * B)
 OTHER_LAYOUTS = [
     (replace(LAYOUT, page_size=8), "page_size 4", "8"),
     (replace(LAYOUT, format=PageFormat.parse("fp32")), "format int8", "fp32"),
+    (replace(LAYOUT, format=PageFormat.parse("int4")), "format int8", "int4"),
+    (replace(LAYOUT, format=PageFormat.parse("k=int8,v=int4:asym")), "format int8", "k=int8,v=int4:asym"),
     (replace(LAYOUT, fingerprint="0" * 32), "fingerprint f", "0"),
     (replace(LAYOUT, num_layers=2), "num_layers 3", "2"),
     (replace(LAYOUT, version=2), "version 1", "2"),

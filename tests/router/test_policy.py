@@ -67,6 +67,26 @@ def test_the_decode_worker_alone(
     assert route.attributes["pageferry.route.reason"] == reason
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fits"),
+    [
+        ("int8", "int8", True),
+        ("bf16", "int8", True),
+        ("fp32", "k=int8,v=int4:asym", True),
+        ("fp16", "bf16", True),
+        ("int8", "bf16", False),
+        ("int8", "int4", False),
+        ("int8", "int8:asym", False),
+        ("k=bf16,v=int8", "int8", False),
+    ],
+)
+def test_b8_pages_go_where_they_are_equal_or_can_be_converted(prefill: str, decode: str, fits: bool) -> None:
+    sender = replace(P, layout=replace(LAYOUT, format=PageFormat.parse(prefill)))
+    receiver = replace(D, layout=replace(LAYOUT, format=PageFormat.parse(decode)))
+    route = choose(PROMPT, [sender], [receiver], SETTINGS)
+    assert route is not None and (route.source is Source.PUSHED) == fits
+
+
 def test_little_is_not_enough_to_compute_prompts_beside_streams() -> None:
     faster = replace(D, tokens_per_s=1500)
     route = choose(PROMPT, [P], [faster], SETTINGS)
@@ -97,7 +117,7 @@ def test_a_prefill_worker_gets_one_more_than_it_runs() -> None:
     assert choose(PROMPT, [replace(P, refuses=True)], [D], SETTINGS) is None
 
 
-LAYOUTS = st.sampled_from([LAYOUT, OTHER_LAYOUT])
+LAYOUTS = st.sampled_from([LAYOUT, OTHER_LAYOUT, replace(LAYOUT, format=PageFormat.parse("fp32"))])
 COUNTS = st.integers(0, 40)
 PREFILLS = st.lists(
     st.builds(
@@ -148,7 +168,7 @@ def test_a_route_is_always_one_that_the_workers_can_take(
     if decode is not None:
         assert decode.has_room(demand, SETTINGS.headroom_pages)
     if prefill is not None and decode is not None:
-        assert prefill.layout == decode.layout
+        assert prefill.layout.ships_to(decode.layout)
     assert choose(demand, prefills[::-1], decodes[::-1], SETTINGS) == route  # the order of workers is no matter
 
 

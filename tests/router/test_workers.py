@@ -64,7 +64,8 @@ async def test_status_tells_role_state_load_and_layout(rig: Make) -> None:
     "layout",
     [
         replace(LAYOUT, page_size=32),
-        replace(LAYOUT, format=PageFormat.parse("bf16")),
+        replace(LAYOUT, format=PageFormat.parse("int4")),
+        replace(LAYOUT, format=PageFormat.parse("k=bf16,v=int8")),
         replace(LAYOUT, fingerprint="0" * 32),
         replace(LAYOUT, version=2),
     ],
@@ -107,6 +108,13 @@ async def test_a_worker_that_comes_back_with_another_page_size_gets_no_work(rig:
         await router.until(lambda: states(router) == ["ready", "ready"])
         assert len((await router.generate(ask())).token_ids) == 3
         await router.check_idle()
+
+
+async def test_a_prefill_worker_that_can_convert_its_pages_fits(rig: Make) -> None:
+    async with rig(prefill_layout=replace(LAYOUT, format=PageFormat.parse("bf16"))) as router:
+        assert states(router) == ["ready", "ready"]
+        await router.generate(ask())
+        assert len(router.prefill.works) == 1
 
 
 async def test_a_pair_that_fits_is_used_beside_one_that_does_not(rig: Make) -> None:
