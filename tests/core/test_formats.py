@@ -31,7 +31,7 @@ def test_a_text_is_read_and_written(text: str, k: TensorFormat, v: TensorFormat,
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must be, or give k and v, one of fp32, bf16, fp16, fp8_e4m3, int8, int4"),
+        ("", "must be one of fp32, bf16, fp16, fp8_e4m3, int8, int4, or k=FORMAT,v=FORMAT of these"),
         ("int5", "is 'int5', must be"),
         ("k=int8,v=", "is 'k=int8,v=', must be"),
         ("k=int8", "must be FORMAT, or k=FORMAT,v=FORMAT"),

@@ -108,7 +108,7 @@ async def test_pages_arrive_as_they_were_sent(layout: PageLayout) -> None:
             assert attributes["rpc.response.status_code"] == "OK"
             assert attributes["pageferry.handoff.pages"] == 4
             assert attributes["pageferry.handoff.bytes"] == stats.bytes
-            assert attributes["pageferry.handoff.format"] == layout.format.value
+            assert attributes["pageferry.handoff.format"] == str(layout.format)
         assert root.attributes
         assert root.attributes["pageferry.handoff.hidden"] == stats.hidden
 

@@ -114,7 +114,7 @@ def _parse_side(spec: str, text: str) -> TensorFormat:
     name, *qualifiers = spec.split(":")
     elements = {element.value: element for element in Element}
     if name not in elements:
-        raise invalid("page_format", text, f"must be, or give k and v, one of {', '.join(elements)}")
+        raise invalid("page_format", text, f"must be one of {', '.join(elements)}, or k=FORMAT,v=FORMAT of these")
     kinds = [qualifier for qualifier in qualifiers if qualifier in ("sym", "asym")]
     granularities = [qualifier for qualifier in qualifiers if qualifier in ("token", "channel")]
     if len(kinds) > 1 or len(granularities) > 1 or len(kinds) + len(granularities) != len(qualifiers):
