@@ -119,7 +119,7 @@ def test_the_violation_names_section_and_field() -> None:
         ("server.max_message_bytes", 2**20, "must be from 1114112 to 2147483647"),
         ("server.drain_grace_s", float("inf"), "must be from 0 to 86400.0"),
         ("engine.model", "", "must be a directory, a .gguf file or a packaged model's name"),
-        ("engine.page_format", "int5", "must be one of fp32, bf16, fp16, fp8_e4m3, int8, int4, or "),
+        ("engine.page_format", "k=int8", "must be FORMAT, or k=FORMAT,v=FORMAT"),
         ("engine.compute_dtype", "fp16", "must be one of auto, fp32, bf16"),
         ("engine.page_size", 0, "must be from 1 to 1024"),
         ("engine.num_pages", -1, "must be at least 0"),

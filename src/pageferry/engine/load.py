@@ -21,6 +21,7 @@ from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
 from pageferry.engine.hf_tensors import HfTensors
 from pageferry.engine.memory import plan_memory
 from pageferry.engine.model import Model
+from pageferry.engine.outliers import key_warning
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.rope import inverse_frequencies
 from pageferry.engine.runner import TorchRunner
@@ -68,6 +69,8 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
         limited = replace(model_config, max_positions=_max_positions(model_config, config))
         memory = plan_memory(limited, layout, config, scheduler, dtype.itemsize)
         weights = load_weights(limited, tensors, dtype, progress=progress)
+        if warning := key_warning(limited, tensors, layout.format.k):
+            progress(warning)
         factors = tensors.load(ROPE_FACTORS) if ROPE_FACTORS in tensors.shapes else None
     num_positions = min(limited.max_positions, memory.num_pages * config.page_size)
     model = Model(limited, weights, inverse_frequencies(limited, factors), num_positions)

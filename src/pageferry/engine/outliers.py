@@ -1,0 +1,37 @@
+"""Keys that a page format is too coarse for, as the model's biases foretell.
+
+A few key channels may have a bias far beyond what the other channels ever hold (Qwen2 has such). One scale for all of
+a token's key then leaves the others few steps or none: answers break although the stored numbers look close.
+"""
+
+from statistics import median
+
+from pageferry.core.formats import Element, TensorFormat
+from pageferry.core.model_config import ModelConfig
+from pageferry.engine.tensors import TensorFiles
+
+# Largest bias, in sizes of a usual channel, at which one step is as large as that: q is at most 127 or 7, and e4m3's
+# largest numbers are 8 to 16 steps.
+_LIMITS = {Element.FP8_E4M3: 16, Element.INT8: 127, Element.INT4: 7}
+
+
+def key_warning(config: ModelConfig, tensors: TensorFiles, keys: TensorFormat) -> str:
+    """What to tell people before they use these pages for this model; empty where biases foretell nothing."""
+    limit = _LIMITS.get(keys.element)
+    if limit is None or not config.attention_bias:
+        return ""
+    ratio, layer = max((_ratio(tensors, f"model.layers.{layer}."), layer) for layer in range(config.num_layers))
+    if ratio <= limit:
+        return ""
+    return (
+        f"warning: layer {layer} has key biases {ratio:.0f} times as large as its usual keys, {keys} pages resolve "
+        f"1/{limit}: expect wrong answers, or use k=bf16 or k=fp32"
+    )
+
+
+def _ratio(tensors: TensorFiles, prefix: str) -> float:
+    """The largest key bias beside what the weights make of a normalised input in the median channel."""
+    gain = tensors.load(f"{prefix}input_layernorm.weight").float()
+    spreads = (tensors.load(f"{prefix}self_attn.k_proj.weight").float() * gain).norm(dim=1)
+    largest = float(tensors.load(f"{prefix}self_attn.k_proj.bias").float().abs().max())
+    return largest / max(float(median(spreads.tolist())), 1e-9)
