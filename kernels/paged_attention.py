@@ -147,7 +147,7 @@ def _gather(side: SidePages, segment: Segment, dtype: torch.dtype) -> _Gathered:
     _, num_kv_heads, page_size, width = raw.shape
     num_seqs, num_slots = segment.num_seqs, segment.mask.shape[2]
     page, slot = segment.unused
-    if not side.format.element.is_integer:  # what was left there may be NaN
+    if not side.format.element.is_scaled:  # what was left there may be NaN
         raw[page, :, slot] = 0
     ordered = raw.view(num_seqs, -1, num_kv_heads, page_size, width).transpose(1, 2)
     decoded = numbers(ordered, side.format, dtype).reshape(num_seqs, num_kv_heads, num_slots, -1)
