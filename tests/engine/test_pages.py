@@ -94,3 +94,20 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="page 3 is outside the pool of 3"):
         pages.write(PageId(3), 0, 2, whole)
     assert pages.read(ONE, 0, 2) == whole
+
+
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
+def test_converted_pages_are_what_the_other_pool_would_have_stored(page_format: PageFormat) -> None:
+    source = filled(layout(PageFormat.parse("fp32"), num_layers=5), 6)
+    expected = filled(layout(page_format, num_layers=5), 6)
+    converted = source.converted(expected.layout)
+    assert converted.layout == expected.layout
+    for first, count in ((0, 5), (0, 2), (4, 1)):
+        assert converted.read(ONE, first, count) == expected.read(ONE, first, count)
+
+
+def test_what_is_quantised_is_not_converted() -> None:
+    pages = filled(layout(PageFormat.parse("int8")), 7)
+    assert pages.converted(pages.layout) is pages
+    with pytest.raises(AssertionError, match="not converted"):
+        pages.converted(layout(PageFormat.parse("int4")))
