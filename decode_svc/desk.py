@@ -12,7 +12,7 @@ from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId, PagePool
 from pageferry.core.sequence import Sequence
 from pageferry.runtime.engine_thread import EngineThread
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.receive import FrameKey, Grant
 
 Frame = tuple[int, int, int]  # page index, first layer, number of layers
@@ -145,7 +145,7 @@ class EngineDesk:
         desk: TicketDesk,
         engine: EngineThread[Any],
         clock: Callable[[], float],
-        metrics: Metrics,
+        metrics: WorkerMetrics,
         *,
         lease_ms: int,
         vocab_size: int,

@@ -17,7 +17,7 @@ from pageferry.router.service import InferenceServicer
 from pageferry.router.tokenizer import load_tokenizer
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.process import run_service
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
@@ -34,7 +34,7 @@ async def main(config: Config, stop: asyncio.Event) -> int:
     log("starting", config=config.describe())
     if not config.router.decode:
         raise invalid("router.decode", config.router.decode, "must name at least one decode worker as host:port")
-    metrics = Metrics()
+    metrics = RouterMetrics()
     traces = TraceStore(config.telemetry.max_traces)
     tracing = configure_tracing("pageferry-router", config.telemetry, local_exporter=traces)
     try:

@@ -30,7 +30,7 @@ from pageferry.router.request_span import Timeline, attributes_at_start, describ
 from pageferry.router.tokenizer import Tokenizer
 from pageferry.router.workers import Role
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.trace_store import REQUEST_SPAN, TraceStore
 from pageferry.v1 import inference_pb2 as pb
@@ -44,7 +44,7 @@ class Telemetry:
     """Where the router's observations go; `traces` is None where a collector keeps the spans."""
 
     tracer: Tracer
-    metrics: Metrics
+    metrics: RouterMetrics
     traces: TraceStore | None = None
 
 

@@ -22,7 +22,7 @@ from pageferry.router.request_span import Timeline
 from pageferry.router.workers import Role
 from pageferry.runtime.convert import work_to_proto
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.telemetry import record_span
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Usage
@@ -36,7 +36,7 @@ class Serving:
 
     fleet: Fleet
     dispatcher: Dispatcher
-    metrics: Metrics
+    metrics: RouterMetrics
     tracer: Tracer
     prefill_retries: int
 

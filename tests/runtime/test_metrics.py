@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import Metrics, RouterMetrics, WorkerMetrics
 from pageferry.v1.inference_pb2 import WorkerLoad
 
 
@@ -26,7 +26,7 @@ def test_outcomes_are_a_fixed_set() -> None:
 
 
 def test_a_load_sets_gauges_and_counts_preemptions_once() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     load = WorkerLoad(
         pages_free=5, pages_cached=1, pages_reserved=2, pages_resident=3, waiting=4, running=6, preemptions=2
     )
@@ -42,7 +42,7 @@ def test_a_load_sets_gauges_and_counts_preemptions_once() -> None:
 
 
 def test_counts_of_tokens_and_hand_offs() -> None:
-    metrics = Metrics()
+    metrics = WorkerMetrics()
     metrics.count_tokens(prompt=10, cached=4)
     metrics.count_tokens(generated=3)
     metrics.count_handoff(pages=2, num_bytes=4096, tail_s=0.02)
@@ -57,10 +57,18 @@ def test_counts_of_tokens_and_hand_offs() -> None:
 
 @pytest.mark.parametrize("seconds", [0.04, 5.0, 200.0])
 def test_buckets_tell_a_time_within_a_factor_of_two_and_a_half(seconds: float) -> None:
-    metrics = Metrics()
+    metrics = RouterMetrics()
     metrics.ttft_s.observe(seconds)
     name = "pageferry_time_to_first_token_seconds_bucket,"
     bounds = {float(key.removeprefix(name)): value for key, value in samples(metrics).items() if key.startswith(name)}
     upper = min(bound for bound, count in bounds.items() if count)
     lower = max(bound for bound, count in bounds.items() if not count)
     assert lower < seconds <= upper <= 2.5 * lower
+
+
+def test_a_process_has_no_metrics_that_it_never_sets() -> None:
+    shared = samples(Metrics()).keys()
+    router, worker = samples(RouterMetrics()).keys() - shared, samples(WorkerMetrics()).keys() - shared
+    assert not router & worker
+    assert not any("handoff" in name or "preemptions" in name for name in router)
+    assert not any("first_token" in name or "pageferry_request_seconds" in name for name in worker)

@@ -25,7 +25,7 @@ from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.tokenizer import load_tokenizer
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.v1 import decode_pb2, inference_pb2 as pb, prefill_pb2, types_pb2 as types, worker_pb2
@@ -252,7 +252,7 @@ class Rig:
         self.fleet = Fleet(
             router.prefill, router.decode, lambda address: open_channel(address, tracer), model=MODEL, silence_s=5
         )
-        self.metrics = Metrics()
+        self.metrics = RouterMetrics()
         self.frontend = Frontend(
             replace(self.config, router=router),
             replace(load_config_of(files), name=MODEL),

@@ -38,7 +38,7 @@ from pageferry.prefill_svc.worker import PrefillWorker
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto, work_to_proto
 from pageferry.runtime.errors import from_rpc_error
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
@@ -92,7 +92,7 @@ class Side:
         self.server = GrpcServer(ServerConfig(), self.tracer)
         self.limits = ModelLimits(VOCAB_SIZE, settings.max_model_tokens)
         hub = WorkerHub(b"i" * 16, worker_pb2.Snapshot, self.server.drain)
-        self.publisher = Publisher(hub, Metrics())
+        self.publisher = Publisher(hub, WorkerMetrics())
         self.port = 0
 
     @property

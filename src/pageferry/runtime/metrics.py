@@ -25,28 +25,13 @@ RETRY_STEPS = ("other_prefill", "local")  # what follows a failed prefill: anoth
 
 
 class Metrics:
-    """All metrics of one process, in a registry of its own."""
+    """What every process counts, in a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
-        histogram = partial(Histogram, registry=self.registry)
         self._requests = counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",))
         self._tokens = counter("pageferry_tokens", "Tokens: prompt, cached or generated.", ("kind",))
-        self._pages = gauge("pageferry_pages", "Pages of the pool, by state.", ("state",))
-        self._sequences = gauge("pageferry_sequences", "Sequences, waiting or running.", ("state",))
-        self._preemptions = counter("pageferry_preemptions", "Sequences preempted.")
-        self._handoff_bytes = counter("pageferry_handoff_bytes", "Bytes of pages handed over.")
-        self._handoff_pages = counter("pageferry_handoff_pages", "Pages handed over.")
-        self._handoff_failures = counter("pageferry_handoff_failures", "Hand-offs broken off.")
-        text = "Prefills that failed, by what was tried next."
-        self._prefill_failures = counter("pageferry_prefill_failures", text, ("next",))
-        self.ttft_s = histogram("pageferry_time_to_first_token_seconds", "Arrival to first token.", buckets=_REQUEST_S)
-        self.itl_s = histogram("pageferry_inter_token_seconds", "Gap between tokens of a stream.", buckets=_STEP_S)
-        self.request_s = histogram("pageferry_request_seconds", "Arrival to last token.", buckets=_REQUEST_S)
-        self.handoff_s = histogram("pageferry_handoff_tail_seconds", "End of prefill to commit.", buckets=_STEP_S)
-        self._num_preemptions = 0
 
     def count_request(self, outcome: str) -> None:
         """`outcome` is a finish reason or the lower-case name of a status code; an unknown one counts as "other"."""
@@ -56,6 +41,50 @@ class Metrics:
         for kind, number in (("prompt", prompt), ("cached", cached), ("generated", generated)):
             self._tokens.labels(kind).inc(number)
 
+    def render(self) -> bytes:
+        """The text format that Prometheus scrapes."""
+        return generate_latest(self.registry)
+
+    def serve(self, host: str, port: int) -> None:
+        """Answer /metrics on its own port and thread until the process ends."""
+        start_http_server(port, host, self.registry)
+
+
+class RouterMetrics(Metrics):
+    """What only the router sees: whole requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        histogram = partial(Histogram, registry=self.registry)
+        self.ttft_s = histogram("pageferry_time_to_first_token_seconds", "Arrival to first token.", buckets=_REQUEST_S)
+        self.itl_s = histogram("pageferry_inter_token_seconds", "Gap between tokens of a stream.", buckets=_STEP_S)
+        self.request_s = histogram("pageferry_request_seconds", "Arrival to last token.", buckets=_REQUEST_S)
+        text = "Prefills that failed, by what was tried next."
+        self._prefill_failures = Counter("pageferry_prefill_failures", text, ("next",), registry=self.registry)
+
+    def count_prefill_failure(self, next_step: str) -> None:
+        """`next_step` is one of RETRY_STEPS."""
+        assert next_step in RETRY_STEPS, next_step
+        self._prefill_failures.labels(next_step).inc()
+
+
+class WorkerMetrics(Metrics):
+    """What only a worker sees: its pool, its sequences, and hand-offs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        self._pages = gauge("pageferry_pages", "Pages of the pool, by state.", ("state",))
+        self._sequences = gauge("pageferry_sequences", "Sequences, waiting or running.", ("state",))
+        self._preemptions = counter("pageferry_preemptions", "Sequences preempted.")
+        self._handoff_bytes = counter("pageferry_handoff_bytes", "Bytes of pages handed over.")
+        self._handoff_pages = counter("pageferry_handoff_pages", "Pages handed over.")
+        self._handoff_failures = counter("pageferry_handoff_failures", "Hand-offs broken off.")
+        text = "End of prefill to commit."
+        self.handoff_s = Histogram("pageferry_handoff_tail_seconds", text, buckets=_STEP_S, registry=self.registry)
+        self._num_preemptions = 0
+
     def count_handoff(self, pages: int, num_bytes: int, tail_s: float) -> None:
         self._handoff_pages.inc(pages)
         self._handoff_bytes.inc(num_bytes)
@@ -63,11 +92,6 @@ class Metrics:
 
     def count_broken_handoff(self) -> None:
         self._handoff_failures.inc()
-
-    def count_prefill_failure(self, next_step: str) -> None:
-        """`next_step` is one of RETRY_STEPS."""
-        assert next_step in RETRY_STEPS, next_step
-        self._prefill_failures.labels(next_step).inc()
 
     def set_load(self, load: WorkerLoad) -> None:
         """Gauges of pages and sequences, and the preemptions since the last load."""
@@ -77,11 +101,3 @@ class Metrics:
         self._sequences.labels("running").set(load.running)
         self._preemptions.inc(max(0, load.preemptions - self._num_preemptions))
         self._num_preemptions = load.preemptions
-
-    def render(self) -> bytes:
-        """The text format that Prometheus scrapes."""
-        return generate_latest(self.registry)
-
-    def serve(self, host: str, port: int) -> None:
-        """Answer /metrics on its own port and thread until the process ends."""
-        start_http_server(port, host, self.registry)

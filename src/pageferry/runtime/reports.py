@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pageferry.core.load import ReportTimer, Smoothed
 from pageferry.core.pool import PagePool
 from pageferry.core.scheduler import Scheduler
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.v1.inference_pb2 import WorkerLoad
 
@@ -92,7 +92,7 @@ class Publisher:
     """Passes reports on, on the event loop, and keeps the last load for snapshots."""
 
     hub: WorkerHub
-    metrics: Metrics
+    metrics: WorkerMetrics
     load: WorkerLoad = field(default_factory=WorkerLoad)
 
     def publish(self, report: Report) -> None:

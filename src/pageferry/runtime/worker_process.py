@@ -22,7 +22,7 @@ from pageferry.core.pool import PagePool
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.engine_thread import EngineThread, call_on_loop
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import Metrics
+from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.process import run_service
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
@@ -176,7 +176,7 @@ async def _serve(
         return await server.drain(config.server.drain_grace_s if grace_s is None else grace_s)
 
     incarnation = secrets.token_bytes(INCARNATION_BYTES)
-    publisher = Publisher(WorkerHub(incarnation, main.snapshot, drain), Metrics())
+    publisher = Publisher(WorkerHub(incarnation, main.snapshot, drain), WorkerMetrics())
     server.add(add_WorkerServiceServicer_to_server, publisher.hub, "pageferry.v1.WorkerService")
     main.register(server)
     port = await server.start()
