@@ -38,7 +38,7 @@ async def main(config: Config, stop: asyncio.Event) -> int:
     traces = TraceStore(config.telemetry.max_traces)
     tracing = configure_tracing("pageferry-router", config.telemetry, local_exporter=traces)
     try:
-        await _serve(config, stop, Telemetry(tracing.tracer, metrics, traces))
+        await _serve(config, stop, Telemetry(tracing.tracer, metrics, None if tracing.is_exported else traces))
     finally:
         tracing.shutdown()
     return 0
@@ -109,7 +109,7 @@ async def _follow_readiness(server: GrpcServer, frontend: Frontend, fleet: Fleet
             was_ready = frontend.ready
             await server.set_serving(was_ready)
             problems = {w.address: f"{w.state.value}: {w.reason}" for w in fleet.workers if not w.is_ready}
-            log("ready" if was_ready else "not_ready", level="info" if was_ready else "warning", workers=problems)
+            log("ready" if was_ready else "not_ready", level="info" if was_ready else "warning", unready=problems)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import grpc
 
 from pageferry.core.errors import FailedPreconditionError
 from pageferry.router.workers import Role, Worker, WorkerState
+from pageferry.runtime.logs import log
 
 SILENCE_S = 3.0  # without a message (one comes every half second) after which a worker is not trusted any more
 
@@ -71,7 +72,12 @@ class Fleet:
         return f"no decode worker is ready: {states or 'none is configured'}"
 
     def _changed(self) -> None:
+        before = [worker.misfit for worker in self.workers]
         refuse_misfits(self.workers)
+        for worker, misfit in zip(self.workers, before, strict=True):
+            if worker.misfit and worker.misfit != misfit:
+                role, address = worker.role.value, worker.address
+                log("worker_refused", level="warning", role=role, address=address, reason=worker.misfit)
         for listener in self.listeners:
             listener()
 

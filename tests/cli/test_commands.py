@@ -13,8 +13,9 @@ from fake_trace import TRACE_ID
 
 from pageferry.cli import chat
 from pageferry.cli.__main__ import build_parser, main
+from pageferry.cli.trace import LATE_SPANS_S
 from pageferry.client import SyncClient
-from pageferry.core.errors import UnavailableError
+from pageferry.core.errors import NotFoundError, UnavailableError
 
 DOWN = "127.0.0.1:1"
 
@@ -70,11 +71,19 @@ async def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", [("generate", "a"), ("status",), ("trace",), ("chat",)])
-def test_nobody_listens(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--address", DOWN]) == 1
+@pytest.mark.parametrize("address", [DOWN, "no-such-host.invalid:1"])
+def test_nobody_listens(command: tuple[str, ...], address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "--address", address]) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith(f"error: no router answers at {DOWN}; start one with `pageferry up`")
+    assert err.startswith(f"error: no router answers at {address}; start one with `pageferry up`")
+
+
+async def test_a_router_that_quotes_an_unreached_worker_does_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "no decode worker is ready: 127.0.0.1:7000 is down (failed to connect to all addresses)"
+    async with fake_inference.serving(UnavailableError(message, reason="NO_WORKER")) as (address, _):
+        assert await run("generate", "a", "--address", address) == 1
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
 def test_a_value_its_field_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,6 +136,13 @@ async def test_a_trace_that_is_not_there_is_waited_for(
     assert capsys.readouterr().err == "error: trace unknown is not kept\n"
 
 
+async def test_a_trace_that_went_to_a_collector_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_inference.serving() as (address, service):
+        service.trace_error = NotFoundError("traces go to a collector", reason="NO_TRACE_STORE")
+        assert await asyncio.wait_for(run("trace", "--address", address), LATE_SPANS_S / 2) == 1
+    assert capsys.readouterr().err == "error: traces go to a collector\n"
+
+
 async def test_status(capsys: pytest.CaptureFixture[str]) -> None:
     async with fake_inference.serving() as (address, _):
         assert await run("status", "--address", address) == 0
@@ -153,6 +169,20 @@ async def test_chat_keeps_the_conversation(capsys: pytest.CaptureFixture[str], m
     asked = [[message.content for message in request.chat.messages] for request in service.frontend.requests]
     assert asked == [["Be brief", "one"], ["Be brief", "one", "Hello", "two"], ["Be brief", "three"]]
     assert capsys.readouterr().out.startswith("tiny. ")
+
+
+async def test_ctrl_c_at_the_prompt_keeps_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = iter(["one", KeyboardInterrupt(), "two", EOFError()])
+
+    def read(prompt: str) -> str:
+        if isinstance(line := next(typed), BaseException):
+            raise line
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    async with fake_inference.serving() as (address, service):
+        assert await run("chat", "--address", address) == 0
+    assert [len(request.chat.messages) for request in service.frontend.requests] == [1, 3]
 
 
 async def test_chat_goes_on_after_an_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

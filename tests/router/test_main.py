@@ -16,7 +16,7 @@ from fake_workers import LAYOUT, MODEL, Answer, Rig, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from pageferry.core.config import Config, EngineConfig, RouterConfig, ServerConfig
+from pageferry.core.config import Config, EngineConfig, RouterConfig, ServerConfig, TelemetryConfig
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.router.__main__ import main
 from pageferry.runtime.convert import layout_to_proto
@@ -99,6 +99,13 @@ async def test_grpc_and_http_serve_the_same(workers: Rig) -> None:
         assert (await http.get(f"{url}/health")).status_code == 200
         metrics = (await http.get(f"{url}/metrics")).text
         assert 'pageferry_requests_total{outcome="length"} 2.0' in metrics
+
+
+async def test_no_trace_is_kept_where_a_collector_gets_them(workers: Rig) -> None:
+    config = replace(config_for(workers), telemetry=TelemetryConfig(otlp_endpoint="127.0.0.1:1"))
+    async with running(config, asyncio.Event()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="traces go to a collector"):
+            await InferenceServiceStub(channel).GetTrace(pb.GetTraceRequest())
 
 
 async def test_a_drain_lets_a_live_stream_end(workers: Rig) -> None:

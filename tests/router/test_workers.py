@@ -138,7 +138,9 @@ async def test_a_pair_that_fits_is_used_beside_one_that_does_not(rig: Make) -> N
         ({"role": worker_pb2.WORKER_ROLE_PREFILL}, "it is no decode worker"),
     ],
 )
-async def test_a_worker_of_another_kind_is_refused(rig: Make, change: dict[str, object], reason: str) -> None:
+async def test_a_worker_of_another_kind_is_refused_and_logged_once(
+    rig: Make, change: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async with rig(num_prefill=0, num_decode=1) as router:
         for name, value in change.items():
             setattr(router.decode.snapshot, name, value)
@@ -147,6 +149,9 @@ async def test_a_worker_of_another_kind_is_refused(rig: Make, change: dict[str, 
         await router.serve(router.decode, router.log.tracer())
         await router.until(lambda: states(router) == ["refused"])
         assert reason in router.frontend.get_status().workers[0].reason
+        await asyncio.sleep(0)  # later messages say the same, which is no news
+    (refused,) = [record for record in caplog.records if record.getMessage() == "worker_refused"]
+    assert reason in refused.pageferry_fields["reason"]
 
 
 async def test_a_gap_makes_the_view_stale_until_it_is_made_anew(rig: Make) -> None:

@@ -19,6 +19,7 @@ class FakeInference(InferenceServiceServicer):
     def __init__(self, frontend: FakeFrontend) -> None:
         self.frontend = frontend
         self.metadata: dict[str, str | bytes] = {}
+        self.trace_error: PageferryError | None = None
         self._asked = asyncio.Event()
         worker = pb.WorkerStatus(role="decode", address="127.0.0.1:7000", state="down", reason="it does not answer")
         worker.load.pages_total, worker.load.pages_free, worker.load.generated_tokens = 64, 60, 512
@@ -52,6 +53,8 @@ class FakeInference(InferenceServiceServicer):
     async def GetTrace(self, request, context):
         if request.id == "unknown":
             await abort(context, NotFoundError("trace unknown is not kept"))
+        if self.trace_error is not None:
+            await abort(context, self.trace_error)
         return pb.GetTraceResponse(trace_id=TRACE_ID.hex(), traces_data=example().SerializeToString())
 
 

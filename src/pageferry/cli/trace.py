@@ -21,7 +21,7 @@ _POLL_S = 0.1
 
 def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "id", nargs="?", default="last", metavar="ID", help="trace id or request id; default: the last request's"
+        "id", nargs="?", default="last", metavar="ID", help="trace id, request id, or last (the default)"
     )
     parser.add_argument("--json", action="store_true", help="print one object")
     add_address(parser)
@@ -39,8 +39,8 @@ async def whole_trace(client: Client, trace_id: str) -> TracesData:
         late = time.monotonic() >= end
         try:
             data = await client.trace(trace_id)
-        except NotFoundError:
-            if late:
+        except NotFoundError as error:
+            if late or error.reason == "NO_TRACE_STORE":
                 raise
         else:
             if late or waterfall.is_whole(data):

@@ -34,6 +34,11 @@ class Tracing:
     _provider: TracerProvider
     _exporter: "_CountingExporter | None" = None  # where spans leave the process
 
+    @property
+    def is_exported(self) -> bool:
+        """Whether spans go to a collector."""
+        return self._exporter is not None
+
     def shutdown(self) -> None:
         # The exporter may be waiting for a collector that doesn't answer; it must not keep the process from ending.
         sending = threading.Thread(target=self._provider.shutdown, name="tracing-shutdown", daemon=True)
