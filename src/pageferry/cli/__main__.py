@@ -10,7 +10,7 @@ from pageferry.cli import chat, demo, generate, status, trace, up
 from pageferry.core.errors import PageferryError, UnavailableError
 
 _INTERRUPTED = 130
-_UNREACHED = ("failed to connect", "dns resolution failed")  # as the gRPC library says it
+_UNREACHED = ("failed to connect", "dns resolution failed", "errors resolving")  # as the gRPC library says it
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "up": (up.add_command, "start a router with prefill and decode workers on this machine"),
     "generate": (generate.add_command, "ask once"),
@@ -53,7 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _message(error: PageferryError, arguments: argparse.Namespace) -> str:
     address = getattr(arguments, "address", "")
-    if address and isinstance(error, UnavailableError) and any(sign in error.message.lower() for sign in _UNREACHED):
+    from_router = error.reason != error.code  # it names a reason, and may quote what it heard of a worker
+    unreached = any(sign in error.message.lower() for sign in _UNREACHED)
+    if address and isinstance(error, UnavailableError) and unreached and not from_router:
         return f"no router answers at {address}; start one with `pageferry up`, or name another with --address"
     return error.message
 

@@ -33,9 +33,12 @@ def converse(client: SyncClient, opening: list[Message], options: Options) -> in
     while True:
         try:
             text = input("> ")
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             print()
             return 0
+        except KeyboardInterrupt:  # what was typed is dropped; it may have been meant for an answer that just ended
+            print(f"\n{_HELP}.")
+            continue
         if text.strip() == "/new":
             history = list(opening)
         elif text.strip():
