@@ -168,9 +168,8 @@ class Admission:
         limits = self._limits()
         wanted = max_tokens or 1
         if num_prompt + wanted > limits.max_model_tokens:
-            raise _too_long(
-                num_prompt, max_tokens, f"the model takes {limits.max_model_tokens} of both together", "TOO_LONG"
-            )
+            limit = f"the model takes {limits.max_model_tokens} of prompt and answer together"
+            raise _too_long(num_prompt, max_tokens, limit, "TOO_LONG")
         prefill_tokens, decode_tokens = limits.prefill_pool_tokens, limits.decode_pool_tokens
         if prefill_tokens is not None and num_prompt > prefill_tokens:
             raise _too_long(
@@ -180,7 +179,7 @@ class Admission:
         stored = num_prompt + wanted - 1
         is_decoded = max_tokens != 1 or prefill_tokens is None
         if is_decoded and decode_tokens is not None and stored > decode_tokens:
-            limit = f"the largest decode worker's pages hold {decode_tokens} of both together"
+            limit = f"the largest decode worker's pages hold {decode_tokens} of prompt and answer together"
             raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_POOL")
         if max_tokens is not None:
             return max_tokens

@@ -153,7 +153,8 @@ def error_body(error: PageferryError) -> Json:
     kind = "invalid_request_error" if status < 500 else "server_error"
     if status == 429:
         kind = "rate_limit_error"
-    param = error.violations[0].field if error.violations else None
+    # The contract has a message for what ends a text; a body has all fields side by side.
+    param = error.violations[0].field.removeprefix("stop.") if error.violations else None
     return {"error": {"message": error.message, "type": kind, "param": param, "code": error.reason.lower()}}
 
 

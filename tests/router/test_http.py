@@ -131,6 +131,7 @@ async def test_a_token_that_is_no_whole_character_is_told_by_its_bytes() -> None
     [
         (invalid("temperature", -1.0, "must be 0 or finite and positive"), 400, "invalid_field"),
         (AlreadyExistsError("request_id 'id-7' is live", reason="REQUEST_ID_LIVE"), 409, "request_id_live"),
+        (invalid("stop.max_tokens", 9, "must fit", reason="TOO_LONG"), 400, "too_long"),
         (FailedPreconditionError("the model has no chat template", reason="NO_CHAT_TEMPLATE"), 400, "no_chat_template"),
         (ResourceExhaustedError("queue is full", retry_after_ms=1500, reason="QUEUE_FULL"), 429, "queue_full"),
         (ResourceExhaustedError("prompt has 9 bytes, at most 8", reason="TOO_LARGE"), 413, "too_large"),
@@ -149,7 +150,8 @@ async def test_an_error_before_the_first_output_is_the_status(
     assert response.status_code == status
     body = response.json()["error"]
     assert (body["message"], body["code"]) == (str(error), code)
-    assert body["param"] == ("temperature" if code == "invalid_field" else None)
+    params = {"invalid_field": "temperature", "too_long": "max_tokens"}
+    assert body["param"] == params.get(code)
     assert response.headers.get("retry-after") == {429: "2", 503: "1"}.get(status)
 
 
