@@ -131,3 +131,9 @@ def test_a_process_that_is_asked_to_ends_with_its_parent() -> None:
             assert output.readline() == "stopping\n"
             assert output.read() == "", "its end of the pipe is closed: it has ended"
     assert parent.returncode == 9
+
+
+def test_help_names_the_command_as_it_is_typed() -> None:
+    command = [sys.executable, "-m", "pageferry.router", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.stdout.startswith("usage: python -m pageferry.router [-h]")

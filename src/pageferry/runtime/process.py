@@ -42,7 +42,8 @@ def run_service(main: Main, *, name: str, arguments: list[str] | None = None) ->
 
 
 def _parse(name: str, arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=name)
+    module = sys.modules["__main__"].__spec__
+    parser = argparse.ArgumentParser(prog=f"python -m {module.parent}" if module else name)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the sections of the configuration")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="override one field; may be repeated"
