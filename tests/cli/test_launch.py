@@ -118,6 +118,15 @@ def test_flags_win_over_the_environment_over_defaults(monkeypatch: pytest.Monkey
     assert up.base_config(arguments("--port", "7000")).server.port == 7000
 
 
+def test_a_file_is_below_the_environment_and_above_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "up.toml"
+    path.write_text('server = { port = 6000 }\nengine = { page_format = "bf16", page_size = 8, threads = 2 }\n')
+    monkeypatch.setenv("PAGEFERRY_ENGINE_PAGE_SIZE", "32")
+    config = up.base_config(arguments("--config", str(path), "--threads", "1"))
+    assert config.server == ServerConfig(port=6000, http_port=8080)
+    assert (config.engine.page_format, config.engine.page_size, config.engine.threads) == ("bf16", 32, 1)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -1,6 +1,7 @@
 """From start to ready to drained, with scripts for processes and a router in this one."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -128,3 +129,30 @@ def test_what_is_shown(
     assert capsys.readouterr().err == f"decode-0   {all_shown}\n"
     up.report_progress("decode-0", line)
     assert capsys.readouterr().err == (f"decode-0   {progress_shown}\n" if progress_shown else "")
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ({"time": "now", "level": "info", "service": "router", "event": "starting", "config": {"a": 1}}, "starting"),
+        ({"level": "info", "event": "listening", "port": 7000, "http_port": 0}, "listening port=7000 http_port=0"),
+        (
+            {
+                "level": "warning",
+                "event": "worker_lost",
+                "address": "127.0.0.1:7000",
+                "state": "",
+                "reason": "it ended",
+            },
+            'warning: worker lost address=127.0.0.1:7000 reason="it ended"',
+        ),
+        ({"event": "ready", "unready": {}}, "ready"),
+        ({"event": "ready", "unready": {"a": "down"}}, 'ready unready={"a": "down"}'),
+    ],
+)
+def test_a_terminal_gets_words(
+    entry: dict[str, object], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    up.report_all("router", json.dumps(entry))
+    assert capsys.readouterr().err == f"router     {text}\n"

@@ -23,6 +23,13 @@ def test_lines_are_cut_to_the_terminal() -> None:
     assert max(map(len, lines)) == 80 and any(line.endswith("…") for line in lines)
 
 
+def test_one_span() -> None:
+    data = example()
+    del data.resource_spans[1:]
+    del data.resource_spans[0].scope_spans[0].spans[1:]
+    assert waterfall.render(data)[0].startswith("1 span, ")
+
+
 def test_no_spans() -> None:
     assert waterfall.render(TracesData()) == ["the trace has no spans"]
     assert not waterfall.is_whole(TracesData())

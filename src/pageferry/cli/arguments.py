@@ -18,8 +18,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, metavar="N", help="default: what the context length leaves")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: the model's own")
-    group.add_argument("--top-p", type=float, metavar="P")
-    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the likeliest tokens that make up this share"
+    )
+    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 is off")
     group.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="ends the answer, and is left out of it; may be repeated"

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 from pageferry.cli.launch import Launch, plan
 from pageferry.cli.supervisor import Report, Supervisor
 from pageferry.client import Client
-from pageferry.core.config import Config, load_config
+from pageferry.core.config import Config, ServerConfig, load_config
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from pageferry.core.settings import parse_overrides
 from pageferry.v1 import inference_pb2 as pb
@@ -29,6 +28,8 @@ _PAGES_HELP = (
     "int4:asym; keys and values apart as k=int8,v=int4"
 )
 _PROGRESS = "progress"  # the field of a log line that is for people
+# Fields that a terminal's lines leave out; the bytes are in the progress too.
+_UNREADABLE = ("time", "level", "service", "event", "config", "bytes")
 # Argument and the setting that it stands for.
 _SETTINGS = {
     "host": "server.host",
@@ -52,7 +53,8 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="of each worker; default: the cores, divided")
     parser.add_argument("--host", metavar="ADDRESS", help="that the router listens on; default 127.0.0.1")
     parser.add_argument("--port", type=int, help=f"of gRPC; default {DEFAULT_PORT}; 0: a free one")
-    parser.add_argument("--http-port", type=int, help=f"of HTTP; default {DEFAULT_HTTP_PORT}; 0: off")
+    parser.add_argument("--http-port", type=int, metavar="PORT", help=f"of HTTP; default {DEFAULT_HTTP_PORT}; 0: off")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings by section")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="any other setting; may be repeated"
     )
@@ -65,15 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def base_config(arguments: argparse.Namespace) -> Config:
-    """Defaults, then PAGEFERRY_SECTION_FIELD, then flags. Raises InvalidArgumentError."""
+    """Defaults, then --config, then PAGEFERRY_SECTION_FIELD, then flags. Raises InvalidArgumentError."""
     overrides = parse_overrides(arguments.set)
     for name, setting in _SETTINGS.items():
         if (value := getattr(arguments, name)) is not None:
             overrides[setting] = value
-    # The defaults of `up` where neither flags nor the environment say anything.
-    ports = {"PAGEFERRY_SERVER_PORT": str(DEFAULT_PORT), "PAGEFERRY_SERVER_HTTP_PORT": str(DEFAULT_HTTP_PORT)}
+    defaults = Config(server=ServerConfig(port=DEFAULT_PORT, http_port=DEFAULT_HTTP_PORT))
     try:
-        return load_config(None, {**ports, **os.environ}, overrides)
+        return load_config(arguments.config, os.environ, overrides, base=defaults)
     except InvalidArgumentError as error:
         message = error.message
         for name, setting in _SETTINGS.items():
@@ -159,24 +160,30 @@ def _ready_line(launch: Launch) -> str:
 def report_progress(role: str, line: str) -> None:
     """Print a child's progress and what went wrong with it, and leave its other logs out."""
     entry = _entry(line)
-    if entry is None or entry.get("level") in ("warning", "error"):
-        _print(role, line)
-    elif _PROGRESS in entry:
-        _print(role, str(entry[_PROGRESS]))
+    if entry is None or entry.get("level") in ("warning", "error") or _PROGRESS in entry:
+        report_all(role, line)
 
 
 def report_all(role: str, line: str) -> None:
-    """Print a child's line; of one that is about progress, what it says to people."""
+    """Print a child's line: of one about progress what it says, and on a terminal, words and figures for its JSON."""
     entry = _entry(line)
-    _print(role, str(entry[_PROGRESS]) if entry is not None and _PROGRESS in entry else line)
+    if entry is not None and _PROGRESS in entry:
+        line = str(entry[_PROGRESS])
+    elif entry is not None and sys.stderr.isatty():
+        line = readable(entry)
+    print(f"{role:<10} {line}", file=sys.stderr, flush=True)
 
 
-def _print(role: str, text: str) -> None:
-    line = f"{role:<10} {text}"
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        line = line if len(line) <= width else line[: width - 1] + "…"
-    print(line, file=sys.stderr, flush=True)
+def readable(entry: Mapping[str, object]) -> str:
+    """A line of log for people, e.g. `warning: worker lost address=127.0.0.1:7000 reason="it ended"`."""
+    level = str(entry.get("level", "info"))
+    head = "" if level in ("debug", "info") else f"{level}: "
+    cells = [
+        f"{name}={value if isinstance(value, str) and ' ' not in value else json.dumps(value, ensure_ascii=False)}"
+        for name, value in entry.items()
+        if name not in _UNREADABLE and value not in ("", {}, [])
+    ]
+    return head + " ".join([str(entry["event"]).replace("_", " "), *cells])
 
 
 def _entry(line: str) -> dict[str, object] | None:

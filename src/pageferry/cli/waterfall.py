@@ -96,7 +96,7 @@ def render(data: TracesData, *, max_width: int | None = None) -> list[str]:
     names = ["  " * depth + _title(node) for depth, node in rows]
     name_width = max(map(len, names))
     service_width = max(len(node.service) for _, node in rows)
-    lines = [f"{len(rows)} spans, {_duration(total / 1e6)}"]
+    lines = [f"{len(rows)} {'span' if len(rows) == 1 else 'spans'}, {_duration(total / 1e6)}"]
     for name, (_, node) in zip(names, rows, strict=True):
         bar = _bar((node.start_ns - start) / total, (node.end_ns - start) / total)
         cells = f"{name:<{name_width}}  {node.service:<{service_width}}  {_duration(node.duration_ms):>9}  {bar}"

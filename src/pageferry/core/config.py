@@ -170,11 +170,13 @@ class Config:
         }
 
 
-def load_config(path: Path | None, environment: Mapping[str, str], overrides: Mapping[str, object]) -> Config:
+def load_config(
+    path: Path | None, environment: Mapping[str, str], overrides: Mapping[str, object], *, base: Config | None = None
+) -> Config:
     """Read TOML `[section] field`, then `PAGEFERRY_SECTION_FIELD`, then overrides keyed "section.field".
 
-    A text is parsed where the field is none; lists are separated by commas. Raises InvalidArgumentError naming the
-    file or variable, the field, the value and the limit.
+    What none of them sets is as in `base`, or the field's default. A text is parsed where the field is none; lists are
+    separated by commas. Raises InvalidArgumentError naming the file or variable, the field, the value and the limit.
     """
     settings = read_file(path) if path is not None else {}
     settings.update(read_environment(environment))
@@ -185,7 +187,7 @@ def load_config(path: Path | None, environment: Mapping[str, str], overrides: Ma
         if key not in defaults:
             raise _unknown(key, setting)
         values[key] = convert(key, setting, defaults[key])
-    config = Config()
+    config = base or Config()
     for section in fields(Config):
         prefix = section.name + "."
         changes = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
