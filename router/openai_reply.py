@@ -12,6 +12,14 @@ Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 
 _FINISH_REASONS = {types.FINISH_REASON_STOP: "stop", types.FINISH_REASON_LENGTH: "length"}
+# How fields of the contract begin, and what a body has in that place.
+_BODY_FIELDS = {
+    "stop_strings": "stop",
+    "stop.": "",
+    "chat.messages": "messages",
+    "chat": "messages",
+    "token_ids": "prompt",
+}
 
 
 @dataclass(slots=True)
@@ -153,9 +161,18 @@ def error_body(error: PageferryError) -> Json:
     kind = "invalid_request_error" if status < 500 else "server_error"
     if status == 429:
         kind = "rate_limit_error"
-    # The contract has a message for what ends a text; a body has all fields side by side.
-    param = error.violations[0].field.removeprefix("stop.") if error.violations else None
-    return {"error": {"message": error.message, "type": kind, "param": param, "code": error.reason.lower()}}
+    message, param = error.message, None
+    if error.violations:
+        field = error.violations[0].field
+        param = _body_field(field)
+        if message.startswith(field):
+            message = param + message.removeprefix(field)
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.reason.lower()}}
+
+
+def _body_field(field: str) -> str:
+    """The name that a field of the contract has in a body."""
+    return next((new + field.removeprefix(old) for old, new in _BODY_FIELDS.items() if field.startswith(old)), field)
 
 
 def _finite(logprob: float) -> float | None:

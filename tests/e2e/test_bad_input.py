@@ -89,7 +89,7 @@ async def test_http_refuses_a_prompt_over_its_limit(split: Cluster) -> None:
     [
         ({"nonsense": 1}, 400, "nonsense"),
         ({"prompt": ""}, 400, "prompt"),
-        ({"prompt": []}, 400, "token_ids"),
+        ({"prompt": []}, 400, "prompt"),
         ({"prompt": [320]}, 400, "320"),
         ({"prompt": [-1]}, 400, "-1"),
         ({"max_tokens": 0}, 400, "max_tokens"),

@@ -131,7 +131,6 @@ async def test_a_token_that_is_no_whole_character_is_told_by_its_bytes() -> None
     [
         (invalid("temperature", -1.0, "must be 0 or finite and positive"), 400, "invalid_field"),
         (AlreadyExistsError("request_id 'id-7' is live", reason="REQUEST_ID_LIVE"), 409, "request_id_live"),
-        (invalid("stop.max_tokens", 9, "must fit", reason="TOO_LONG"), 400, "too_long"),
         (FailedPreconditionError("the model has no chat template", reason="NO_CHAT_TEMPLATE"), 400, "no_chat_template"),
         (ResourceExhaustedError("queue is full", retry_after_ms=1500, reason="QUEUE_FULL"), 429, "queue_full"),
         (ResourceExhaustedError("prompt has 9 bytes, at most 8", reason="TOO_LARGE"), 413, "too_large"),
@@ -150,9 +149,25 @@ async def test_an_error_before_the_first_output_is_the_status(
     assert response.status_code == status
     body = response.json()["error"]
     assert (body["message"], body["code"]) == (str(error), code)
-    params = {"invalid_field": "temperature", "too_long": "max_tokens"}
-    assert body["param"] == params.get(code)
+    assert body["param"] == ("temperature" if code == "invalid_field" else None)
     assert response.headers.get("retry-after") == {429: "2", 503: "1"}.get(status)
+
+
+@pytest.mark.parametrize(
+    ("field", "param"),
+    [
+        ("stop_strings[1]", "stop[1]"),
+        ("stop.max_tokens", "max_tokens"),
+        ("chat.messages[0].role", "messages[0].role"),
+        ("chat", "messages"),
+        ("token_ids", "prompt"),
+        ("top_p", "top_p"),
+    ],
+)
+async def test_an_error_names_the_field_as_the_body_does(field: str, param: str) -> None:
+    async with client_of(FakeFrontend((invalid(field, 9, "must be less"),))) as client:
+        error = (await client.post("/v1/chat/completions", json=CHAT)).json()["error"]
+    assert (error["param"], error["message"]) == (param, f"{param} is 9, must be less")
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_closes_the_connection() -> None:
