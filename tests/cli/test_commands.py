@@ -197,6 +197,18 @@ async def test_chat_goes_on_after_an_error(capsys: pytest.CaptureFixture[str], m
     assert capsys.readouterr().err == "error: no worker\n" * 2
 
 
+async def test_an_error_has_a_line_of_its_own_in_a_chat(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = typing("one")
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    error = UnavailableError("the decode worker is gone", reason="WORKER_GONE")
+    async with fake_inference.serving(*fake.HELLO[:2], error) as (address, _):
+        assert await run("chat", "--address", address) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[1:] == ["Hel", ""] and err == "error: the decode worker is gone\n"
+
+
 async def test_ctrl_c_ends_an_answer_and_keeps_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     typed = typing("one", "two")
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))

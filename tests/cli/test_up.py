@@ -105,7 +105,9 @@ async def test_a_signal_ends_it_well(number: signal.Signals, capsys: pytest.Capt
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(up, "_ready_line", ready_line)
             assert await asyncio.wait_for(asyncio.create_task(up._up(launch)), 10) == 0
-    assert printed == ["ready"] and capsys.readouterr().out == "ready\n"
+    out, err = capsys.readouterr()
+    assert (printed, out) == (["ready"], "ready\n")
+    assert err == "stopping; answers have 5 s to end, Ctrl-C ends them now\n"
 
 
 @pytest.mark.parametrize(

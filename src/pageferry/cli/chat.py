@@ -57,6 +57,10 @@ def _answer(client: SyncClient, history: list[Message], options: Options) -> str
                 print(delta.text, end="", flush=True)
         except KeyboardInterrupt:
             generation.cancel()
+        except PageferryError:
+            if generation.text:
+                print()
+            raise
     except PageferryError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return None

@@ -100,7 +100,11 @@ async def _up(launch: Launch) -> int:
     try:
         async with started(launch, report_all, os.environ):
             print(_ready_line(launch), flush=True)
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                grace_s = launch.router.server.drain_grace_s
+                print(f"stopping; answers have {grace_s:g} s to end, Ctrl-C ends them now", file=sys.stderr, flush=True)
     except asyncio.CancelledError:  # a signal
         pass
     return 0
