@@ -88,7 +88,12 @@ async def test_a_router_that_quotes_an_unreached_worker_does_answer(capsys: pyte
 
 def test_a_value_its_field_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "a", "--top-k", "-1", "--address", DOWN]) == 1
-    assert capsys.readouterr().err.startswith("error: top_k ")
+    assert capsys.readouterr().err == "error: top_k is -1, must be a whole number from 0 to 2**32 - 1\n"
+
+
+def test_an_empty_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "", "--address", DOWN]) == 1
+    assert capsys.readouterr().err == "error: TEXT is '', must not be empty\n"
 
 
 @pytest.mark.parametrize(

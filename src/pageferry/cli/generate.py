@@ -10,6 +10,7 @@ from pageferry.cli import trace
 from pageferry.cli.arguments import add_address, add_sampling, sampling_options
 from pageferry.cli.waterfall import bytes_text
 from pageferry.client import Client, Options, Prompt, Result
+from pageferry.core.errors import invalid
 
 _TIMINGS = ("queue", "prefill", "transfer_tail", "ttft", "total")
 
@@ -74,6 +75,8 @@ def as_json(result: Result) -> dict[str, object]:
 
 def _prompt(arguments: argparse.Namespace) -> Prompt:
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not text:
+        raise invalid("TEXT", text, "must not be empty", reason="EMPTY_PROMPT")
     if arguments.raw:
         return str(text)
     system = [{"role": "system", "content": arguments.system}] if arguments.system else []

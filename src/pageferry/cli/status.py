@@ -80,7 +80,7 @@ async def _watch(client: Client, status: pb.GetStatusResponse) -> None:
 
 
 def _text(status: pb.GetStatusResponse) -> Text:
-    text = Text("\n".join(table(status)), no_wrap=True)
+    text = Text("\n".join(table(status)), overflow="fold")
     text.highlight_words(["ready"], "green")
     text.highlight_words(["warming", "draining", "stale"], "yellow")
     text.highlight_words(["down", "refused"], "red")

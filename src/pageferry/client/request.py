@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, cast
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError
+from google.protobuf.descriptor import FieldDescriptor
+
+from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import SamplingParams
 
@@ -14,6 +16,15 @@ Prompt = str | Sequence[int] | Sequence[Message]  # text as it is, token ids, or
 _SAMPLING = tuple(SamplingParams.DESCRIPTOR.fields_by_name)
 _STOP = ("max_tokens", "min_tokens", "ignore_eos")
 _REQUEST = ("request_id", "model", "priority", "skip_special_tokens")
+
+_TOKEN_ID = "a whole number from 0 to 2**32 - 1"
+_LIMITS = {
+    FieldDescriptor.CPPTYPE_UINT32: f"must be {_TOKEN_ID}",
+    FieldDescriptor.CPPTYPE_UINT64: "must be a whole number from 0 to 2**64 - 1",
+    FieldDescriptor.CPPTYPE_INT32: "must be a whole number from -2**31 to 2**31 - 1",
+    FieldDescriptor.CPPTYPE_DOUBLE: "must be a number",
+    FieldDescriptor.CPPTYPE_BOOL: "must be True or False",
+}
 
 
 class Options(TypedDict, total=False):
@@ -50,8 +61,8 @@ def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
             if (value := given.pop(name, None)) is not None:
                 _set(message, name, value)
     stop = given.pop("stop", None) or ()
-    _extend(request.stop_strings, "stop", [stop] if isinstance(stop, str) else stop)
-    _extend(request.stop.stop_token_ids, "stop_token_ids", given.pop("stop_token_ids", None) or ())
+    _extend(request.stop_strings, "stop", [stop] if isinstance(stop, str) else stop, "a string")
+    _extend(request.stop.stop_token_ids, "stop_token_ids", given.pop("stop_token_ids", None) or (), _TOKEN_ID)
     if given:
         raise TypeError(f"generate() has no option {min(given)!r}")
     if isinstance(prompt, str):
@@ -60,7 +71,7 @@ def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         request.chat.CopyFrom(chat_messages(cast(Sequence[Message], prompt)))
     else:
         request.token_ids.SetInParent()
-        _extend(request.token_ids.ids, "token_ids", prompt)
+        _extend(request.token_ids.ids, "token_ids", prompt, _TOKEN_ID)
     return request
 
 
@@ -85,18 +96,21 @@ def chat_messages(messages: Sequence[Message]) -> pb.ChatMessages:
     return chat
 
 
-def _set(message: object, name: str, value: object) -> None:
+def _set(message: Any, name: str, value: object) -> None:
     try:
         setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise _wrong(name, f"has a wrong type or is out of range: {error}") from None
+    except (TypeError, ValueError):
+        limit = _LIMITS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
+        if limit is None:  # the value is text, which errors don't repeat
+            raise _wrong(name, "must be a string of valid Unicode") from None
+        raise invalid(name, value, limit) from None
 
 
-def _extend(field: Any, name: str, values: object) -> None:
+def _extend(field: Any, name: str, values: object, limit: str) -> None:
     try:
         field.extend(values)
-    except (TypeError, ValueError) as error:
-        raise _wrong(name, f"has a wrong type or is out of range: {error}") from None
+    except (TypeError, ValueError):
+        raise _wrong(name, f"must be a list, and each of it {limit}") from None
 
 
 def _wrong(name: str, description: str) -> InvalidArgumentError:
