@@ -42,6 +42,23 @@ def test_streams_get_a_token_each_step_while_huge_prompts_are_computed() -> None
     driver.check_idle()
 
 
+def test_streams_get_a_token_each_step_while_a_preempted_prompt_is_computed_again() -> None:
+    driver = decode(num_pages=320, local_chunk_tokens=128, headroom_pages=0)
+    stream, victim = sequence(prompt(20, 1), max_tokens=300, priority=-1), sequence(prompt(4096, 2), 20, priority=1)
+    receive(driver, stream, victim)
+    driver.step()
+    driver.add(sequence(prompt(4096, 3), max_tokens=2))
+    while stream not in driver.ended:
+        plan = driver.step()
+        assert stream in stepped(plan)
+        assert plan is not None and plan.num_tokens <= 128 + len(stepped(plan))
+    assert victim.num_preemptions == 1
+    assert sum(chunk.sequence is victim and chunk.num_tokens > 1 for plan in driver.plans for chunk in plan.chunks) > 20
+    driver.run()
+    driver.check_golden(victim)
+    driver.check_idle()
+
+
 def test_a_short_local_prompt_does_not_wait_for_a_huge_one() -> None:
     driver = decode(num_pages=400, local_chunk_tokens=128)
     huge, short = sequence(prompt(4096, 1), max_tokens=2), sequence(prompt(32, 2), max_tokens=2, arrival=0.1)

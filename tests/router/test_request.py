@@ -441,7 +441,8 @@ async def test_a_live_id_is_refused_and_free_again_afterwards(rig: Make) -> None
         first = router.stream(ask(request_id="id-7"))
         await read(first, 2)
         with pytest.raises(AlreadyExistsError, match="'id-7' is live"):
-            await router.generate(ask(request_id="id-7"))
+            async with asyncio.timeout(5):
+                await router.generate(ask(request_id="id-7"))
         router.decode.pause_at[2].set()
         rest = [token.token_id async for event in first for token in event.delta.tokens]
         assert rest == TOKENS[2:5]
