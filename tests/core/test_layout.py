@@ -112,7 +112,7 @@ def test_a_difference_is_refused_with_both_values(other: PageLayout, difference:
 
 
 @pytest.mark.parametrize("text", ["int4", "fp8_e4m3", "int8:asym", "k=int8,v=int4:asym", "fp32"])
-def test_b8_a_quantised_format_is_refused_with_both_values(text: str) -> None:
+def test_a_quantised_format_is_refused_with_both_values(text: str) -> None:
     with pytest.raises(FailedPreconditionError) as caught:
         SMOLLM2.check_ships_to(of(text), ours="P", theirs="D")
     assert caught.value.message == f"page layouts differ: format int8 (P) and {text} (D)"
@@ -130,7 +130,7 @@ def test_plain_numbers_are_shipped_in_any_format_and_to_the_same_shape_only() ->
 
 
 @pytest.mark.parametrize("text", ["int4", "k=int8,v=int4:asym", "k=int4,v=fp32"])
-def test_e2_an_odd_head_size_is_refused_for_int4_with_both_numbers(text: str) -> None:
+def test_an_odd_head_size_is_refused_for_int4_with_both_numbers(text: str) -> None:
     with pytest.raises(InvalidArgumentError, match="head_dim is 81, must be a multiple of 2 for int4"):
         replace(of(text), head_dim=81)
     replace(of(text), head_dim=80)

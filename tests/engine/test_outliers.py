@@ -45,7 +45,7 @@ BOUNDS = {
 
 
 @pytest.mark.parametrize("bias", BOUNDS)
-def test_e5_formats_are_judged_by_what_they_do_to_answers(bias: int, tmp_path: Path) -> None:
+def test_formats_are_judged_by_what_they_do_to_answers(bias: int, tmp_path: Path) -> None:
     model = biased(tmp_path / "model", bias)
     exact = log_probabilities(model, "fp32")
     for page_format, (least_agreement, most_divergence) in BOUNDS[bias].items():
@@ -69,7 +69,7 @@ def test_e5_formats_are_judged_by_what_they_do_to_answers(bias: int, tmp_path: P
         (0, "int4", False),
     ],
 )
-def test_e5_what_will_break_is_said_at_start(bias: int, page_format: str, warned: bool, tmp_path: Path) -> None:
+def test_what_will_break_is_said_at_start(bias: int, page_format: str, warned: bool, tmp_path: Path) -> None:
     lines: list[str] = []
     config = EngineConfig(model=str(biased(tmp_path, bias)), page_format=page_format, num_pages=8, threads=1)
     load_engine(config, SchedulerConfig(), progress=lines.append)

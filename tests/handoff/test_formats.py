@@ -37,7 +37,7 @@ def payload_of(engine: Engine, pages: list[PageId]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("text", ["fp16", "fp8_e4m3", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym"])
-async def test_e6_pages_of_equal_formats_are_equal_byte_for_byte(tiny_model: Path, text: str) -> None:
+async def test_pages_of_equal_formats_are_equal_byte_for_byte(tiny_model: Path, text: str) -> None:
     p, d = load(tiny_model, text), load(tiny_model, text)
     sent, received, num_bytes, tokens = await hand_over(p, d)
     ours, theirs = payload_of(p, sent), payload_of(d, received)

@@ -80,7 +80,7 @@ def test_the_decode_worker_alone(
         ("k=bf16,v=int8", "int8", False),
     ],
 )
-def test_b8_pages_go_where_they_are_equal_or_can_be_converted(prefill: str, decode: str, fits: bool) -> None:
+def test_pages_go_where_they_are_equal_or_can_be_converted(prefill: str, decode: str, fits: bool) -> None:
     sender = replace(P, layout=replace(LAYOUT, format=PageFormat.parse(prefill)))
     receiver = replace(D, layout=replace(LAYOUT, format=PageFormat.parse(decode)))
     route = choose(PROMPT, [sender], [receiver], SETTINGS)
