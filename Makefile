@@ -31,7 +31,7 @@ help:
 setup: $(STAMP)
 
 # pip reads PIP_EXTRA_INDEX_URL itself: name an index with processor-only builds of torch there, to save gigabytes of CUDA.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*)
 	@test -n "$(PYTHON)" || { echo "setup: needs Python 3.11 or 3.12; set PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "setup: making .venv with $(PYTHON) and installing; the first time takes a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

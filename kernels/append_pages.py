@@ -9,8 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pageferry.core.formats import TensorFormat
+from pageferry.core.formats import Element, PageFormat, TensorFormat
+from pageferry.kernels import cpu_library
+from pageferry.kernels.cpu_library import CpuKernels, address, byref
 from pageferry.kernels.quantise import Stored, dequantise, quantise
+from pageferry.kernels.sequences import Sequences
+
+# The formats that the compiled kernels know, by their numbers there.
+_COMPILED = {TensorFormat(Element.FP32): 0, TensorFormat(Element.BF16): 1, TensorFormat(Element.INT8): 2}
+HEAD_DIM_MULTIPLE = 16  # of what the compiled kernels take
+
+
+def is_compiled(page_format: PageFormat) -> bool:
+    """Whether the compiled kernels know pages of this format."""
+    return page_format.k == page_format.v and page_format.k in _COMPILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,52 @@ class LayerPages:
 
     keys: SidePages
     values: SidePages
+
+    def struct(self) -> cpu_library.Pages:
+        """For the compiled kernels; points into the pool."""
+        keys = self.keys  # the values follow them in each page
+        _, num_kv_heads, page_size, head_dim = keys.payload.shape
+        return cpu_library.Pages(
+            payload=keys.payload.data_ptr(),
+            scales=None if keys.scales is None else keys.scales.data_ptr(),
+            page_bytes=keys.payload.stride(0) * keys.payload.element_size(),
+            format=_COMPILED[keys.format],
+            page_size=page_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTables:
+    """Of all positions; the norms are RMS norms over each head of the queries and keys, before they are turned."""
+
+    cos: Tensor  # [positions, D / 2] fp32
+    sin: Tensor
+    q_norm: Tensor | None = None  # [D]
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+    def struct(self) -> cpu_library.Rotary:
+        return cpu_library.Rotary(
+            cos=address(self.cos),
+            sin=address(self.sin),
+            q_norm=address(self.q_norm),
+            k_norm=address(self.k_norm),
+            eps=self.eps,
+        )
+
+
+def rotate_append(
+    kernels: CpuKernels, qkv: Tensor, rotary: RotaryTables, layer: LayerPages, sequences: Sequences
+) -> None:
+    """Turn queries and keys of `qkv` [T, H + 2 Hk, D] fp32 in place, and store keys and values: compiled, one pass.
+
+    Turned and stored bytes are those of `rotary` and `append_pages`, but for a norm's last bits.
+    """
+    num_heads = qkv.shape[1] - 2 * layer.keys.payload.shape[1]
+    structs = (byref(rotary.struct()), byref(layer.struct()), byref(sequences.struct()))
+    kernels.call("append", address(qkv), *structs, num_heads)
 
 
 def append_pages(layer: LayerPages, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:

@@ -4,9 +4,11 @@ out[t] = softmax(q[t] Kᵀ · scale + mask) V over the positions that token t se
 p > position[t] - W. Query head h reads KV head h // (H / Hk). Softmax in fp32.
 Shapes: query [T, H, D] fp32; out the same; pages as in append_pages, which has stored the batch's own tokens already.
 
-A batch is a list of segments: sequences that have equally many rows, padded to equally many pages. One decode step's
-sequences make few segments, a prefill chunk is one of its own. Query heads are folded into rows, so that each KV head's
-pages are read once.
+Compiled, a row's bits depend on its position and the pages alone: not on its batch, its chunk, or the threads.
+
+For torch, a batch is a list of segments: sequences that have equally many rows, padded to equally many pages. One
+decode step's sequences make few segments, a prefill chunk is one of its own. Query heads are folded into rows, so that
+each KV head's pages are read once.
 """
 
 from dataclasses import dataclass
@@ -15,8 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pageferry.kernels import cpu_library
 from pageferry.kernels.append_pages import LayerPages, SidePages
+from pageferry.kernels.cpu_library import CpuKernels, byref
 from pageferry.kernels.quantise import numbers
+from pageferry.kernels.sequences import Sequences
 
 # Scores of a bf16 chunk that are held at once: 8 MB, more is computed one KV head after the other.
 _MAX_SCORES = 1 << 22
@@ -161,6 +166,26 @@ def _gather(side: SidePages, segment: Segment, dtype: torch.dtype) -> _Gathered:
         ordered = raw.view(num_seqs, -1, num_kv_heads, page_size).transpose(1, 2)
         factors.append(ordered.float().reshape(num_seqs, num_kv_heads, num_slots))
     return _Gathered(decoded, *factors)
+
+
+def compiled_attention(
+    kernels: CpuKernels, query: Tensor, layer: LayerPages, sequences: Sequences, scale: float, window: int | None = None
+) -> Tensor:
+    """`query` [T, H, D] fp32 may be a slice of wider rows; D is a multiple of 16. The result is contiguous."""
+    assert query.dtype == torch.float32
+    assert query.stride()[1:] == (query.shape[2], 1)
+    out = torch.empty(query.shape)
+    attention = cpu_library.Attention(
+        query=query.data_ptr(),
+        out=out.data_ptr(),
+        query_stride=query.stride(0),
+        num_heads=query.shape[1],
+        window=window or 0,
+        scale=scale,
+    )
+    structs = (byref(attention), byref(layer.struct()), byref(sequences.struct()))
+    kernels.call_in_workspace("attention", structs)
+    return out
 
 
 def paged_attention_ref(

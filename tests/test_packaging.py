@@ -1,5 +1,6 @@
-"""The linked folders are part of what is installed."""
+"""The linked folders are part of what is installed, and the CPU kernels where there is a compiler."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,10 +12,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
-def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
+def build_wheel(tmp_path: Path, **environment: str) -> set[str]:
+    """What a wheel of a copy of the sources holds."""
     tree = tmp_path / "tree"
-    skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "tests", "docs")
+    skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "*.so", "build", "tests", "docs")
     shutil.copytree(ROOT, tree, symlinks=True, ignore=skipped)
     command = [
         sys.executable,
@@ -28,12 +29,25 @@ def test_a_wheel_holds_every_module(tmp_path: Path) -> None:
         str(tmp_path),
         ".",
     ]
-    subprocess.run(command, cwd=tree, check=True, timeout=100)
+    subprocess.run(command, cwd=tree, check=True, timeout=100, env=os.environ | environment)
     (wheel,) = tmp_path.glob("*.whl")
-    packed = set(zipfile.ZipFile(wheel).namelist())
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_module_and_the_kernels(tmp_path: Path) -> None:
+    packed = build_wheel(tmp_path)
     package = ROOT / "src" / "pageferry"
     folders = [package, *(path for path in package.iterdir() if path.is_dir())]
     modules = {f"pageferry/{file.relative_to(package)}" for folder in folders for file in folder.glob("*.py")}
     assert len(modules) > 50
     assert modules <= packed
     assert {"pageferry/py.typed", "pageferry/v1/types_pb2.pyi"} <= packed
+    assert {"pageferry/kernels/_cpu.so", "pageferry/kernels/cpu/abi.h"} <= packed
+
+
+@pytest.mark.slow
+def test_a_wheel_is_built_without_a_compiler(tmp_path: Path) -> None:
+    packed = build_wheel(tmp_path, CC="/no/compiler", CXX="/no/compiler")
+    assert "pageferry/kernels/cpu_library.py" in packed
+    assert "pageferry/kernels/_cpu.so" not in packed

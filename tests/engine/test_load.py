@@ -17,7 +17,9 @@ from pageferry.engine.load import compute_dtype, load_engine
 
 def test_an_engine_describes_itself(tiny_model: Path) -> None:
     lines: list[str] = []
-    config = EngineConfig(model=str(tiny_model), page_size=8, num_pages=40, threads=1, compute_dtype="fp32")
+    config = EngineConfig(
+        model=str(tiny_model), page_size=8, num_pages=40, threads=1, compute_dtype="fp32", kernels="torch"
+    )
     engine = load_engine(config, SchedulerConfig(), progress=lines.append)
     layout = engine.layout
     assert (layout.format, layout.page_size, layout.num_layers) == (PageFormat.parse("int8"), 8, 4)

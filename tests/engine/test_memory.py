@@ -8,7 +8,7 @@ from pageferry.core.formats import PageFormat
 from pageferry.core.layout import PageLayout
 from pageferry.core.model_config import ModelConfig
 from pageferry.engine import memory
-from pageferry.engine.memory import MemoryPlan, available_bytes, plan_memory
+from pageferry.engine.memory import MemoryPlan, available_bytes, plan_memory, unpacked_bytes
 
 MODEL = ModelConfig("m", "llama", 1000, 64, 2, 4, 2, 16, 128, 8192, 1e-5, 1e4, tied_embeddings=True)
 LAYOUT = PageLayout("f", PageFormat.parse("int8"), 16, 2, 2, 16)
@@ -17,7 +17,8 @@ ROOM = 10**9
 
 def plan(monkeypatch: pytest.MonkeyPatch, available: int = ROOM, **settings: int) -> MemoryPlan:
     monkeypatch.setattr(memory, "available_bytes", lambda: available)
-    return plan_memory(MODEL, LAYOUT, EngineConfig(**settings), SchedulerConfig(), 4)  # type: ignore[arg-type]
+    config = EngineConfig(**settings)  # type: ignore[arg-type]
+    return plan_memory(MODEL, LAYOUT, config, SchedulerConfig(), unpacked_bytes(MODEL, 4))
 
 
 def test_the_pool_is_sized_from_either_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from pageferry.engine.load import Engine, load_engine
 from pageferry.engine.model import Model
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.runner import TorchRunner
+from pageferry.kernels.paged_attention import Segment
 
 LENGTHS = (5, 16, 17, 40, 3)
 
@@ -211,7 +212,7 @@ def test_grouping_pads_little_and_covers_every_row(monkeypatch: pytest.MonkeyPat
     lengths = [1, 1000, 17, 900, 16, 500, 31, 480]
     sequences = [sequence([0] * length, 0, -(-length // 16)) for length in lengths]
     chunks = tuple(Chunk(target, len(target.token_ids) - 1, 1, samples=True) for target in sequences)
-    segments = BatchBuilder(16, None, 8).build(chunks).segments
+    segments = segments_of(BatchBuilder(16, None, 8), chunks)
     assert sorted(row for segment in segments for row in segment.rows.tolist()) == list(range(8))
     for segment in segments:
         members = [-(-lengths[row] // 16) for row in segment.rows.tolist()]
@@ -222,10 +223,16 @@ def test_grouping_pads_little_and_covers_every_row(monkeypatch: pytest.MonkeyPat
 
 def test_a_window_reads_only_the_pages_within_it() -> None:
     target = sequence([0] * 1000, 100, 63)
-    (segment,) = BatchBuilder(16, 20, 8).build((Chunk(target, 999, 1, samples=True),)).segments
+    (segment,) = segments_of(BatchBuilder(16, 20, 8), (Chunk(target, 999, 1, samples=True),))
     assert segment.pages.tolist() == [161, 162]
     visible = (segment.mask[0, 0] == 0).nonzero().flatten() + 61 * 16
     assert visible.tolist() == list(range(980, 1000))
+
+
+def segments_of(builder: BatchBuilder, chunks: tuple[Chunk, ...]) -> list[Segment]:
+    places = builder.build(chunks).places
+    assert places is not None
+    return places.segments
 
 
 def _token(sample: SampledToken | SampleFailure) -> int:

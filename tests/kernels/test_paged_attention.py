@@ -29,7 +29,8 @@ class Case:
 
     def run(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
         batch = BatchBuilder(PAGE_SIZE, window, 2 * KV_HEADS * DIM).build(self.chunks)
-        return paged_attention(self.query, self.pages.layers[0], batch.segments, SCALE, dtype=dtype)
+        assert batch.places is not None
+        return paged_attention(self.query, self.pages.layers[0], batch.places.segments, SCALE, dtype=dtype)
 
     def reference(self, window: int | None) -> torch.Tensor:
         rows, parts = 0, []

@@ -17,9 +17,22 @@ from pageferry.engine.runner import TorchRunner
 GREEDY = SamplingParams(temperature=0)
 
 
-def load(model: Path | str, page_format: str = "fp32", *, num_pages: int = 64, compute_dtype: str = "fp32") -> Engine:
+def load(
+    model: Path | str,
+    page_format: str = "fp32",
+    *,
+    num_pages: int = 64,
+    compute_dtype: str = "fp32",
+    kernels: str = "auto",
+    threads: int = 1,
+) -> Engine:
     config = EngineConfig(
-        model=str(model), page_format=page_format, num_pages=num_pages, threads=1, compute_dtype=compute_dtype
+        model=str(model),
+        page_format=page_format,
+        num_pages=num_pages,
+        threads=threads,
+        compute_dtype=compute_dtype,
+        kernels=kernels,
     )
     return load_engine(config, SchedulerConfig(), progress=lambda _: None)
 
@@ -49,7 +62,8 @@ def logits_of(engine: Engine, target: Sequence, ends: Iterable[int]) -> torch.Te
     with torch.inference_mode():
         for end in ends:
             batch = runner.builder.build((Chunk(target, start, end - start, samples=True),))
-            parts.append(runner.model.forward(replace(batch, sampled_rows=torch.arange(end - start)), runner.pages))
+            every_row = torch.arange(end - start, dtype=torch.int32)
+            parts.append(runner.model.forward(replace(batch, sampled_rows=every_row), runner.pages).clone())
             start = end
     return torch.cat(parts)
 

@@ -11,6 +11,7 @@ from pageferry.core.layout import MAX_FRAME_BYTES
 from pageferry.core.settings import Setting, convert, read_environment, read_file
 
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
+KERNELS = ("auto", "cpu", "torch")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAX_PORT = 65535
 _MAX_SECONDS = 86_400.0
@@ -58,7 +59,8 @@ class EngineConfig:
     num_pages: int = 0  # 0: what `kv_memory_mb` holds
     kv_memory_mb: int = 512
     threads: int = 0  # 0: all cores
-    compute_dtype: str = "auto"  # fp32, bf16; auto: bf16 where the processor computes it natively
+    compute_dtype: str = "auto"  # fp32, bf16; auto: a file's own groups, else bf16 where it is native
+    kernels: str = "auto"  # cpu: the compiled ones; torch: without them; auto: compiled where they are there and fit
     max_model_tokens: int = 0  # 0: the model's own
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class EngineConfig:
             raise invalid("model", self.model, "must be a directory, a .gguf file or a packaged model's name")
         PageFormat.parse(self.page_format)
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
+        _check_choice("kernels", self.kernels, KERNELS)
         _check_ranges(
             self,
             page_size=(1, 1024),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pageferry.core.plan import Chunk
 from pageferry.kernels.paged_attention import Segment
+from pageferry.kernels.sequences import Sequences
 
 # Numbers (K and V of one layer, fp32) that a segment of several sequences gathers at most: 8 MB stay near the cache,
 # and buffers of up to 32 MB are reused by the allocator instead of being mapped anew each time.
@@ -17,13 +19,20 @@ MAX_GATHERED = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    token_ids: Tensor  # [T] int64, as are all but the masks
-    positions: Tensor  # [T]
+class TorchPlaces:
+    """What torch needs besides to store keys and values and to attend; int64 but for the masks."""
+
     pages: Tensor  # [T] where each token's keys and values go
     slots: Tensor  # [T]
     segments: list[Segment]
-    sampled_rows: Tensor  # [S] last row of each chunk that samples, in the plan's order
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    token_ids: Tensor  # [T] int32
+    sequences: Sequences
+    sampled_rows: Tensor  # [S] int32: last row of each chunk that samples, in the plan's order
+    places: TorchPlaces | None  # only where torch attends
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +42,37 @@ class BatchBuilder:
     page_size: int
     window: int | None
     numbers_per_token: int  # of one layer's keys and values
+    for_torch: bool = True  # whether torch attends
 
     def build(self, chunks: tuple[Chunk, ...]) -> Batch:
-        starts = np.cumsum([0, *(chunk.num_tokens for chunk in chunks)])
-        token_ids = [token_id for c in chunks for token_id in c.sequence.token_ids[c.start : c.start + c.num_tokens]]
-        positions = np.concatenate([np.arange(c.start, c.start + c.num_tokens) for c in chunks])
-        tables = [np.asarray(c.sequence.pages, dtype=np.int64) for c in chunks]
-        pages = np.concatenate(
-            [
-                table[np.arange(c.start, c.start + c.num_tokens) // self.page_size]
-                for c, table in zip(chunks, tables, strict=True)
-            ]
-        )
+        starts = _starts([chunk.num_tokens for chunk in chunks])
+        ids = [token_id for c in chunks for token_id in c.sequence.token_ids[c.start : c.start + c.num_tokens]]
+        positions = np.concatenate([np.arange(c.start, c.start + c.num_tokens, dtype=np.int32) for c in chunks])
+        lengths = [-(-(c.start + c.num_tokens) // self.page_size) for c in chunks]
+        pages = chain.from_iterable(c.sequence.pages[:length] for c, length in zip(chunks, lengths, strict=True))
+        table_starts = _starts(lengths)
         sampled = [starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.samples]
-        return Batch(
-            token_ids=torch.tensor(token_ids, dtype=torch.long),
+        sequences = Sequences(
             positions=torch.from_numpy(positions),
-            pages=torch.from_numpy(pages),
-            slots=torch.from_numpy(positions % self.page_size),
-            segments=self._segments(chunks, tables, starts),
-            sampled_rows=torch.tensor(sampled, dtype=torch.long),
+            row_starts=torch.from_numpy(starts),
+            table_starts=torch.from_numpy(table_starts),
+            table=torch.from_numpy(np.fromiter(pages, np.int32, table_starts[-1])),
+        )
+        return Batch(
+            token_ids=torch.tensor(ids, dtype=torch.int32),
+            sequences=sequences,
+            sampled_rows=torch.tensor(sampled, dtype=torch.int32),
+            places=self._places(chunks, starts) if self.for_torch else None,
+        )
+
+    def _places(self, chunks: tuple[Chunk, ...], starts: NDArray[np.int32]) -> TorchPlaces:
+        positions = [np.arange(c.start, c.start + c.num_tokens) for c in chunks]
+        tables = [np.asarray(c.sequence.pages, dtype=np.int64) for c in chunks]
+        pages = [table[rows // self.page_size] for rows, table in zip(positions, tables, strict=True)]
+        return TorchPlaces(
+            pages=torch.from_numpy(np.concatenate(pages)),
+            slots=torch.from_numpy(np.concatenate(positions) % self.page_size),
+            segments=self._segments(chunks, tables, starts.astype(np.int64)),
         )
 
     def _segments(
@@ -118,3 +138,8 @@ class BatchBuilder:
             masked_from,
             (torch.from_numpy(page), torch.from_numpy(slot)),
         )
+
+
+def _starts(counts: list[int]) -> NDArray[np.int32]:
+    """Where each run of that many begins, and where the last one ends."""
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)

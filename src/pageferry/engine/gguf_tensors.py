@@ -52,14 +52,31 @@ class GgufTensors:
 
     def load(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        values = dequantise(self._bytes(tensor), tensor.type).view(tensor.shape)
+        return self._ordered(name, dequantise(self._bytes(tensor), tensor.type).view(tensor.shape))
+
+    def type_of(self, name: str) -> GgufType:
+        return self._tensors[name].type
+
+    def num_bytes(self, name: str) -> int:
+        """As stored."""
+        return self._tensors[name].num_bytes
+
+    def load_blocks(self, name: str) -> NDArray[np.uint8]:
+        """A matrix as stored, in rows of blocks: [rows, blocks of a row, bytes of a block]."""
+        tensor = self._tensors[name]
+        values, num_bytes = tensor.type.block
+        rows, columns = tensor.shape
+        data = self._bytes(tensor).reshape(rows, columns // values, num_bytes)
+        return self._ordered(name, torch.from_numpy(data.copy())).numpy()
+
+    def _ordered(self, name: str, rows: Tensor) -> Tensor:
         # llama.cpp's converter reorders the query and key rows of this architecture for its own rotary form.
         if self._config.architecture == "llama":
             if ".q_proj." in name:
-                return _unpermute(values, self._config.num_heads)
+                return _unpermute(rows, self._config.num_heads)
             if ".k_proj." in name:
-                return _unpermute(values, self._config.num_kv_heads)
-        return values
+                return _unpermute(rows, self._config.num_kv_heads)
+        return rows
 
     def first_bytes(self, name: str) -> bytes:
         return self._bytes(self._tensors[name])[:FINGERPRINT_BYTES].tobytes()

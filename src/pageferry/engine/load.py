@@ -19,15 +19,19 @@ from pageferry.engine.batch import BatchBuilder
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
 from pageferry.engine.hf_tensors import HfTensors
-from pageferry.engine.memory import plan_memory
+from pageferry.engine.memory import plan_memory, unpacked_bytes
 from pageferry.engine.model import Model
+from pageferry.engine.native import NativeModel
 from pageferry.engine.outliers import key_warning
 from pageferry.engine.pages import PageTensors
+from pageferry.engine.quantised_weights import is_quantised, load_quantised_weights, quantised_bytes
 from pageferry.engine.rope import inverse_frequencies
-from pageferry.engine.runner import TorchRunner
+from pageferry.engine.runner import ForwardPass, TorchRunner
 from pageferry.engine.tensors import TensorFiles
 from pageferry.engine.warm_up import warm_up_plans
 from pageferry.engine.weights import check_shapes, expected_shapes, load_weights
+from pageferry.kernels.append_pages import HEAD_DIM_MULTIPLE, is_compiled
+from pageferry.kernels.cpu_library import CpuKernels, load_kernels
 
 _MODEL_REASONS = ("MODEL_FILE_INVALID", "MODEL_TENSORS")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,16 +71,26 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
         check_shapes(expected_shapes(model_config), tensors.shapes)
         layout = _layout(model_config, config, fingerprint(model_config, tensors, config.page_size))
         limited = replace(model_config, max_positions=_max_positions(model_config, config))
-        memory = plan_memory(limited, layout, config, scheduler, dtype.itemsize)
-        weights = load_weights(limited, tensors, dtype, progress=progress)
+        kernels = _kernels(config, layout)
+        quantised = _quantised(tensors, config, kernels)
+        weight_bytes = quantised_bytes(quantised) if quantised else unpacked_bytes(limited, dtype.itemsize)
+        memory = plan_memory(limited, layout, config, scheduler, weight_bytes)
         if warning := key_warning(limited, tensors, layout.format.k):
             progress(warning)
         factors = tensors.load(ROPE_FACTORS) if ROPE_FACTORS in tensors.shapes else None
-    num_positions = min(limited.max_positions, memory.num_pages * config.page_size)
-    model = Model(limited, weights, inverse_frequencies(limited, factors), num_positions)
+        rotary = inverse_frequencies(limited, factors), min(limited.max_positions, memory.num_pages * config.page_size)
+        model: ForwardPass
+        if quantised and kernels:
+            packed = load_quantised_weights(limited, quantised, progress=progress)
+            model = NativeModel(limited, packed, *rotary, kernels)
+        else:
+            model = Model(limited, load_weights(limited, tensors, dtype, progress=progress), *rotary, kernels)
     pages = PageTensors(layout, memory.num_pages)
-    builder = BatchBuilder(config.page_size, limited.sliding_window, 2 * limited.num_kv_heads * limited.head_dim)
-    progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory.report, layout, dtype)}")
+    numbers_per_token = 2 * limited.num_kv_heads * limited.head_dim
+    builder = BatchBuilder(config.page_size, limited.sliding_window, numbers_per_token, for_torch=kernels is None)
+    how = "the file's groups" if quantised else str(dtype).removeprefix("torch.")
+    how += f" ({kernels.isa.name.lower()} kernels)" if kernels else ""
+    progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory.report, layout, how)}")
     runner = TorchRunner(model, pages, builder, torch.get_num_threads())
     return Engine(layout, memory.num_pages, runner, limited, pages, memory.report, scheduler)
 
@@ -87,6 +101,33 @@ def compute_dtype(name: str) -> torch.dtype:
         return _DTYPES[name]
     capabilities = torch.cpu.get_capabilities()
     return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
+
+
+def _kernels(config: EngineConfig, layout: PageLayout) -> CpuKernels | None:
+    """The compiled kernels; None where torch is to compute.
+
+    Raises InvalidArgumentError where they are asked for and can't be had.
+    """
+    if config.kernels == "torch":
+        return None
+    kernels = load_kernels(torch.get_num_threads())
+    problem = ""
+    if kernels is None:
+        problem = "the package was installed without a C++ compiler"
+    elif layout.head_dim % HEAD_DIM_MULTIPLE:
+        problem = f"the model's heads have {layout.head_dim} numbers, no multiple of {HEAD_DIM_MULTIPLE}"
+    elif not is_compiled(layout.format):
+        problem = f"{layout.format} pages are computed by torch"
+    if problem and config.kernels == "cpu":
+        raise invalid("kernels", config.kernels, f"can't be cpu: {problem}; auto computes by torch then")
+    return None if problem else kernels
+
+
+def _quantised(tensors: TensorFiles, config: EngineConfig, kernels: CpuKernels | None) -> GgufTensors | None:
+    """The tensors, where the kernels are to multiply them as they are in the file."""
+    if kernels is None or config.compute_dtype != "auto" or not isinstance(tensors, GgufTensors):
+        return None
+    return tensors if is_quantised(tensors) else None
 
 
 def _open(files: ModelFiles, config: ModelConfig) -> TensorFiles:
@@ -116,9 +157,8 @@ def _max_positions(model: ModelConfig, config: EngineConfig) -> int:
     return config.max_model_tokens or model.max_positions
 
 
-def _summary(report: dict[str, int], layout: PageLayout, dtype: torch.dtype) -> str:
+def _summary(report: dict[str, int], layout: PageLayout, how: str) -> str:
     terms = " + ".join(f"{name} {report[name] / 10**6:.0f}" for name in report if name not in ("total", "available"))
     pages = report["pages"] // layout.page_bytes
-    compute = str(dtype).removeprefix("torch.")
     total = f"{terms} = {report['total'] / 10**6:.0f} MB of {report['available'] / 10**6:.0f} available"
-    return f"computes in {compute}, {pages} {layout.format} pages of {layout.page_size} tokens, memory {total}"
+    return f"computes in {how}, {pages} {layout.format} pages of {layout.page_size} tokens, memory {total}"

@@ -21,7 +21,7 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: ModelConfig, layout: PageLayout, engine: EngineConfig, scheduler: SchedulerConfig, element_bytes: int
+    config: ModelConfig, layout: PageLayout, engine: EngineConfig, scheduler: SchedulerConfig, weight_bytes: int
 ) -> MemoryPlan:
     """Size the pool from `num_pages` or `kv_memory_mb`.
 
@@ -40,7 +40,7 @@ def plan_memory(
             reason="POOL_TOO_SMALL",
         )
     context = min(config.max_positions, num_pages * layout.page_size)
-    report = _terms(config, scheduler, element_bytes, context)
+    report = _terms(config, scheduler, weight_bytes, context)
     report["pages"] = num_pages * layout.page_bytes
     total, available = sum(report.values()), available_bytes()
     if total > available:
@@ -54,10 +54,14 @@ def plan_memory(
     return MemoryPlan(num_pages, report | {"total": total, "available": available})
 
 
-def _terms(config: ModelConfig, scheduler: SchedulerConfig, element_bytes: int, context: int) -> dict[str, int]:
+def unpacked_bytes(config: ModelConfig, element_bytes: int) -> int:
+    """What the weights take as numbers of `element_bytes`."""
     embedding = config.vocab_size * config.hidden_size * element_bytes
     all_weights = sum(math.prod(shape) for shape in expected_shapes(config).values()) * element_bytes
-    head = embedding if config.tied_embeddings else 0  # repacked apart from the table
+    return all_weights + (embedding if config.tied_embeddings else 0)  # the head is repacked apart from the table
+
+
+def _terms(config: ModelConfig, scheduler: SchedulerConfig, weight_bytes: int, context: int) -> dict[str, int]:
     rows = max(scheduler.chunk_tokens, scheduler.local_chunk_tokens) + scheduler.max_num_seqs
     widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
     gathered = max(MAX_GATHERED, context * 2 * config.num_kv_heads * config.head_dim)
@@ -68,7 +72,7 @@ def _terms(config: ModelConfig, scheduler: SchedulerConfig, element_bytes: int, 
         + scheduler.chunk_tokens * context
     )
     return {
-        "weights": all_weights + head,
+        "weights": weight_bytes,
         "rotary": context * config.head_dim * 4,
         "workspace": workspace,
     }

@@ -7,8 +7,9 @@ from pageferry.core.model_config import ModelConfig
 from pageferry.engine.batch import Batch
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.weights import LayerWeights, Weights
-from pageferry.kernels.append_pages import LayerPages, append_pages
-from pageferry.kernels.paged_attention import paged_attention
+from pageferry.kernels.append_pages import LayerPages, RotaryTables, append_pages, rotate_append
+from pageferry.kernels.cpu_library import CpuKernels
+from pageferry.kernels.paged_attention import compiled_attention, paged_attention
 from pageferry.kernels.rms_norm import add_rms_norm, rms_norm
 from pageferry.kernels.rotary import rotary, rotary_table
 from pageferry.kernels.silu_mul import silu_mul
@@ -17,26 +18,35 @@ from pageferry.kernels.silu_mul import silu_mul
 class Model:
     """Computes in the weights' dtype; the residual stream, norms, rotary and softmax are fp32.
 
+    With compiled kernels they attend, all in fp32, and torch does the rest.
+
     Each token's keys and values are stored first and attention reads them back, so that what a query reads depends on
     the tokens up to it and the page format alone, not on which step or which worker computed them.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, frequencies: Tensor, max_positions: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        frequencies: Tensor,
+        max_positions: int,
+        kernels: CpuKernels | None = None,
+    ) -> None:
         self._config = config
         self._weights = weights
         self._dtype = weights.embedding.dtype
         self._cos, self._sin = rotary_table(frequencies, max_positions)
+        self._kernels = kernels
 
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
         """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows."""
         residual = self._weights.embedding.index_select(0, batch.token_ids).float()
-        cos, sin = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
         eps = self._config.norm_eps
         added: Tensor | None = None
         for weights, layer in zip(self._weights.layers, pages.layers, strict=True):
             norm = weights.attention_norm
             x = rms_norm(residual, norm, eps) if added is None else add_rms_norm(added, residual, norm, eps)
-            attended = self._attention(weights, layer, batch, x.to(self._dtype), (cos, sin))
+            attended = self._attention(weights, layer, batch, x.to(self._dtype))
             x = add_rms_norm(weights.output(attended), residual, weights.mlp_norm, eps)
             added = weights.down(silu_mul(weights.gate_up(x.to(self._dtype))))
         if added is not None:
@@ -46,22 +56,33 @@ class Model:
             return torch.empty((0, self._config.vocab_size))
         return self._weights.head(last.to(self._dtype)).float()
 
-    def _attention(
-        self, weights: LayerWeights, layer: LayerPages, batch: Batch, x: Tensor, tables: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def _attention(self, weights: LayerWeights, layer: LayerPages, batch: Batch, x: Tensor) -> Tensor:
         """[T, H * D] before the output projection, in the compute dtype."""
         config = self._config
+        heads = weights.qkv(x).view(len(x), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
+        if self._kernels is None:
+            attended = self._attend_by_torch(weights, layer, batch, heads)
+        else:
+            heads = heads.float()
+            rotary = RotaryTables(self._cos, self._sin, weights.q_norm, weights.k_norm, config.norm_eps)
+            rotate_append(self._kernels, heads, rotary, layer, batch.sequences)
+            queries = heads[:, : config.num_heads]
+            scale, window = config.head_dim**-0.5, config.sliding_window
+            attended = compiled_attention(self._kernels, queries, layer, batch.sequences, scale, window)
+        return attended.reshape(len(x), -1).to(self._dtype)
+
+    def _attend_by_torch(self, weights: LayerWeights, layer: LayerPages, batch: Batch, heads: Tensor) -> Tensor:
+        config, places = self._config, batch.places
+        assert places is not None
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-        heads = weights.qkv(x).view(len(x), num_heads + 2 * num_kv_heads, config.head_dim)
         turned = heads[:, : num_heads + num_kv_heads]
         if weights.q_norm is not None and weights.k_norm is not None:
             queries, keys = turned[:, :num_heads], turned[:, num_heads:]
             turned = torch.cat(
                 (rms_norm(queries, weights.q_norm, config.norm_eps), rms_norm(keys, weights.k_norm, config.norm_eps)), 1
             )
-        turned = rotary(turned, *tables)
+        positions = batch.sequences.positions
+        turned = rotary(turned, self._cos.index_select(0, positions), self._sin.index_select(0, positions))
         keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
-        append_pages(layer, keys, values, batch.pages, batch.slots)
-        queries = turned[:, :num_heads]
-        attended = paged_attention(queries, layer, batch.segments, config.head_dim**-0.5, dtype=self._dtype)
-        return attended.reshape(len(x), -1).to(self._dtype)
+        append_pages(layer, keys, values, places.pages, places.slots)
+        return paged_attention(turned[:, :num_heads], layer, places.segments, config.head_dim**-0.5, dtype=self._dtype)

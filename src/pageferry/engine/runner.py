@@ -2,21 +2,30 @@
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from pageferry.core.plan import Plan, StepResult
-from pageferry.engine.batch import BatchBuilder
-from pageferry.engine.model import Model
+from pageferry.engine.batch import Batch, BatchBuilder
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.sampler import sample
+
+
+class ForwardPass(Protocol):
+    """A model: torch's `Model`, or `NativeModel`."""
+
+    def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
+        """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows, valid until the next call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class TorchRunner:
     """The `Runner` of both services; blocks, and belongs to the engine's thread."""
 
-    model: Model
+    model: ForwardPass
     pages: PageTensors
     builder: BatchBuilder
     num_threads: int

@@ -11,7 +11,7 @@ from pageferry.core.model_config import ModelConfig
 from pageferry.engine.tensors import TensorFiles
 from pageferry.kernels.linear import Linear
 
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _MAX_LISTED = 8
 
 
@@ -38,9 +38,9 @@ class Weights:
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the model must have."""
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), _NORM: (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), NORM: (hidden,)}
     if not config.tied_embeddings:
-        shapes[_HEAD] = (config.vocab_size, hidden)
+        shapes[HEAD] = (config.vocab_size, hidden)
     q_rows, kv_rows = config.num_heads * dim, config.num_kv_heads * dim
     projections = {
         "self_attn.q_proj": (q_rows, hidden, config.attention_bias),
@@ -96,9 +96,9 @@ def load_weights(
         if layer and layer % 10 == 0:
             progress(f"loaded {layer} of {config.num_layers} layers")
         layers.append(_load_layer(config, tensors, dtype, f"model.layers.{layer}."))
-    embedding = tensors.load(_EMBEDDING).to(dtype)
-    head = embedding if config.tied_embeddings else tensors.load(_HEAD).to(dtype)
-    return Weights(embedding, tuple(layers), tensors.load(_NORM).float(), Linear(head, None))
+    embedding = tensors.load(EMBEDDING).to(dtype)
+    head = embedding if config.tied_embeddings else tensors.load(HEAD).to(dtype)
+    return Weights(embedding, tuple(layers), tensors.load(NORM).float(), Linear(head, None))
 
 
 def _load_layer(config: ModelConfig, tensors: TensorFiles, dtype: torch.dtype, prefix: str) -> LayerWeights:

@@ -1,0 +1,161 @@
+"""The compiled CPU kernels against torch, and against what the machine can read.
+
+    python bench/kernels_cpu.py [--model smollm2] [--threads 0] [--rounds 15] [--json FILE]
+
+Whatever is compared runs in turns (A B A B) in one process, and medians are taken: foreign load then meets both.
+Attention is one layer over int8 pages, 32 sequences of 1,024 tokens, against torch's fp32 attention over contiguous
+memory. Matmuls are those of one decode step at batch 1, against reading as many bytes. Steps are whole forward passes.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+from compiled import fill, kernels, sequences
+from engines import load, runner_of, sequence
+from page_pools import layout
+
+from pageferry.core.formats import PageFormat
+from pageferry.core.model_files import load_config_of, resolve_model
+from pageferry.core.plan import Chunk, Plan
+from pageferry.engine.gguf_tensors import GgufTensors
+from pageferry.engine.load import Engine
+from pageferry.engine.pages import PageTensors
+from pageferry.engine.quantised_weights import load_quantised_weights
+from pageferry.kernels.cpu_library import Isa, available_isas
+from pageferry.kernels.paged_attention import compiled_attention
+from pageferry.kernels.quantised_linear import PackedMatrix, quantised_linear
+
+BATCH, CONTEXT, HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 1024, 9, 3, 64, 16
+Times = dict[str, float]
+
+
+def in_turns(parts: dict[str, Callable[[], object]], rounds: int) -> Times:
+    """Median milliseconds of each."""
+    times: dict[str, list[float]] = {name: [] for name in parts}
+    for turn in range(rounds + 2):
+        for name, run in parts.items():
+            start = time.perf_counter()
+            run()
+            if turn >= 2:
+                times[name].append((time.perf_counter() - start) * 1e3)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def attention(isa: Isa, threads: int, rounds: int) -> Times:
+    num_pages = CONTEXT // PAGE_SIZE
+    pages = PageTensors(layout(PageFormat.parse("int8"), heads=KV_HEADS, dim=DIM), BATCH * num_pages)
+    order = torch.randperm(BATCH * num_pages, generator=torch.Generator().manual_seed(0)).tolist()
+    tables = [order[i * num_pages : (i + 1) * num_pages] for i in range(BATCH)]
+    for i, table in enumerate(tables):
+        fill(pages.layers[0], table, CONTEXT, seed=i)
+    batch = sequences([(CONTEXT - 1, 1)] * BATCH, tables)
+    query = torch.randn(BATCH, HEADS, DIM)
+    # Query heads folded into rows: torch's fastest form.
+    folded = query.view(BATCH, KV_HEADS, HEADS // KV_HEADS, DIM)
+    keys, values = torch.randn(2, BATCH, KV_HEADS, CONTEXT, DIM)
+    loaded = kernels(isa, threads)
+    return in_turns(
+        {
+            "torch fp32, contiguous": lambda: functional.scaled_dot_product_attention(folded, keys, values),
+            "int8 pages": lambda: compiled_attention(loaded, query, pages.layers[0], batch, DIM**-0.5),
+        },
+        rounds,
+    )
+
+
+def decode_matmuls(model: str, isa: Isa, threads: int, rounds: int) -> tuple[Times, float]:
+    """Milliseconds, and megabytes of weights."""
+    files = resolve_model(model)
+    config = load_config_of(files)
+    tensors = GgufTensors(files.path, config)
+    weights = load_quantised_weights(config, tensors, progress=lambda _: None)
+    tensors.close()
+    layers = [part for w in weights.layers for part in (*w.qkv, *w.output, *w.gate_up, *w.down)]
+    matrices: list[PackedMatrix] = [*layers, weights.head]
+    inputs = {m.columns: torch.randn(1, m.columns) for m in matrices}
+    loaded = kernels(isa, threads)
+    num_bytes = sum(m.num_bytes for m in matrices)
+    # Larger than any cache, read by as many threads as multiply.
+    memory = torch.ones(max(num_bytes, 2**28) // 8, dtype=torch.int64)
+    times = in_turns(
+        {
+            "read": lambda: memory.sum(),
+            "matmuls": lambda: [quantised_linear(loaded, inputs[m.columns], m) for m in matrices],
+        },
+        rounds,
+    )
+    times["read"] *= num_bytes / (memory.numel() * 8)
+    return times, num_bytes / 1e6
+
+
+def step_times(engines: dict[str, Engine], chunks: tuple[Chunk, ...], rounds: int) -> Times:
+    """Milliseconds of each engine for the same step."""
+    parts = {how: functools.partial(runner_of(engine).run, Plan(chunks)) for how, engine in engines.items()}
+    return in_turns(parts, rounds)
+
+
+def decode_chunks(batch: int, context: int) -> tuple[Chunk, ...]:
+    num_pages = -(-context // PAGE_SIZE)
+    targets = [sequence([5] * context, i * num_pages, num_pages) for i in range(batch)]
+    return tuple(Chunk(target, context - 1, 1, samples=True) for target in targets)
+
+
+def prefill_chunk(num_tokens: int) -> tuple[Chunk, ...]:
+    ids = np.random.default_rng(0).integers(10, 1000, num_tokens).tolist()
+    return (Chunk(sequence(ids, 0, -(-num_tokens // PAGE_SIZE)), 0, num_tokens, samples=True),)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2", help="a GGUF file of Q4_0, Q4_1 and Q8_0")
+    parser.add_argument("--threads", type=int, default=0, help="0: all cores")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    threads = options.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    isas = available_isas()
+    if not isas:
+        sys.exit("the library is not built: install the package where there is a C++ compiler")
+    report: dict[str, object] = {"threads": threads, "isa": isas[-1].name}
+    for isa in isas[::-1]:
+        times = attention(isa, threads, options.rounds)
+        share = times["int8 pages"] / times["torch fp32, contiguous"]
+        print(f"attention {isa.name:9}", *(f"{name} {ms:.2f} ms," for name, ms in times.items()), f"{share:.2f} of it")
+        report[f"attention {isa.name}"] = times
+    times, megabytes = decode_matmuls(options.model, isas[-1], threads, options.rounds)
+    rate = {name: megabytes / ms for name, ms in times.items()}
+    print(f"decode matmuls, batch 1: {times['matmuls']:.2f} ms, {rate['matmuls']:.1f} GB/s of {rate['read']:.1f} read")
+    report["decode matmuls"] = times | {"megabytes": megabytes}
+    settings = {"num_pages": 32 * CONTEXT // PAGE_SIZE, "threads": threads}
+    engines = {
+        "compiled": load(options.model, "int8", compute_dtype="auto", **settings),
+        "torch": load(options.model, "int8", compute_dtype="auto", kernels="torch", **settings),
+    }
+    kinds = {f"decode, batch {batch}, context 512": decode_chunks(batch, 512) for batch in (1, 8, 32)}
+    kinds |= {f"prefill of {tokens}": prefill_chunk(tokens) for tokens in (256, 512, 1024)}
+    for name, chunks in kinds.items():
+        result = step_times(engines, chunks, max(3, options.rounds // 3))
+        tokens = sum(chunk.num_tokens for chunk in chunks)
+        rates = (f"{how} {ms:.1f} ms {tokens / ms * 1e3:.0f} tokens/s" for how, ms in result.items())
+        print(f"{name}:", ", ".join(rates))
+        report[name] = result
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

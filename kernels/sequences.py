@@ -1,0 +1,33 @@
+"""A flat batch as the compiled kernels read it: which rows are whose, at which positions, on which pages."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pageferry.kernels import cpu_library
+from pageferry.kernels.cpu_library import address
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """S sequences of T rows in all; a sequence's rows have consecutive positions. All tensors are int32."""
+
+    positions: Tensor  # [T]
+    row_starts: Tensor  # [S + 1]
+    table_starts: Tensor  # [S + 1]
+    table: Tensor  # the sequences' page tables, one after the other: each has a page for every position up to its last
+
+    def struct(self, token_ids: Tensor | None = None, sampled_rows: Tensor | None = None) -> cpu_library.Batch:
+        """Points into the tensors, which must outlive it."""
+        return cpu_library.Batch(
+            token_ids=address(token_ids, torch.int32),
+            positions=address(self.positions, torch.int32),
+            row_starts=address(self.row_starts, torch.int32),
+            table_starts=address(self.table_starts, torch.int32),
+            table=address(self.table, torch.int32),
+            sampled_rows=address(sampled_rows, torch.int32),
+            num_rows=len(self.positions),
+            num_seqs=len(self.row_starts) - 1,
+            num_sampled=0 if sampled_rows is None else len(sampled_rows),
+        )
