@@ -14,7 +14,7 @@ struct F16 {
 struct I16 {
     __m256i lo, hi;
 };
-constexpr int kTileRows = 2, kTiles = 1;
+constexpr int kTileRows = 4, kTiles = 1;
 
 static inline F16 zero16() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 static inline F16 set16(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from compiled import needs_library
+from compiled import kernels, needs_library
 from engines import Generation, load, logits_of, runner_of, sequence
 from gguf_writer import write_gguf
 from tiny_gguf import METADATA, gguf_tensors
@@ -19,6 +19,7 @@ from pageferry.core.plan import Chunk, Plan, SampleFailure
 from pageferry.engine.load import Engine, load_engine
 from pageferry.engine.model import Model
 from pageferry.engine.native import NativeModel
+from pageferry.kernels.cpu_library import Isa
 from pageferry.kernels.linear import Linear
 from pageferry.kernels.quantised_linear import quantise_groups_ref
 
@@ -129,6 +130,14 @@ def test_settings_choose_the_path(tiny_model: Path, tiny_gguf: Path, tmp_path: P
     assert isinstance(runner_of(load(tiny_model, compute_dtype="auto")).model, Model)
     half = write(tmp_path / "half.gguf", tiny_model, GgufType.F16, "llama")
     assert isinstance(runner_of(load(half, compute_dtype="auto")).model, Model)
+
+
+@needs_library
+def test_portable_code_runs_only_where_it_is_asked_for(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    portable = kernels(Isa.PORTABLE)
+    monkeypatch.setattr("pageferry.engine.load.load_kernels", lambda _: portable)
+    assert isinstance(runner_of(load(tiny_gguf, compute_dtype="auto")).model, Model)
+    assert isinstance(runner_of(load(tiny_gguf, compute_dtype="auto", kernels="cpu")).model, NativeModel)
 
 
 def test_kernels_that_can_not_be_had_are_refused(

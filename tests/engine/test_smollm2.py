@@ -62,9 +62,10 @@ def test_logits_equal_transformers(engine: Engine) -> None:
         assert relative_error(logits_of(engine, sequence(PROMPT, 5, 4), ends), expected) < 1e-4
 
 
-def test_the_answer_is_paris_in_every_page_format(engine: Engine) -> None:
+def test_the_answer_is_paris_on_every_path(engine: Engine) -> None:
     stop = StopParams(max_tokens=20, stop_token_ids=frozenset({2}))
-    for loaded in (engine, load("smollm2", "int8", compute_dtype="bf16")):
+    others = [("bf16", "auto"), ("bf16", "torch"), ("auto", "auto")]
+    for loaded in (engine, *(load("smollm2", "int8", compute_dtype=dtype, kernels=how) for dtype, how in others)):
         generation = Generation(loaded, [sequence(PROMPT, 0, 5, stop=stop)])
         generation.prefill()
         generation.decode(len(ANSWER) - 1)

@@ -60,7 +60,7 @@ class EngineConfig:
     kv_memory_mb: int = 512
     threads: int = 0  # 0: all cores
     compute_dtype: str = "auto"  # fp32, bf16; auto: a file's own groups, else bf16 where it is native
-    kernels: str = "auto"  # cpu: the compiled ones; torch: without them; auto: compiled where they are there and fit
+    kernels: str = "auto"  # cpu: the compiled ones; torch: without them; auto: compiled where they are there and faster
     max_model_tokens: int = 0  # 0: the model's own
 
     def __post_init__(self) -> None:

@@ -31,7 +31,7 @@ from pageferry.engine.tensors import TensorFiles
 from pageferry.engine.warm_up import warm_up_plans
 from pageferry.engine.weights import check_shapes, expected_shapes, load_weights
 from pageferry.kernels.append_pages import HEAD_DIM_MULTIPLE, is_compiled
-from pageferry.kernels.cpu_library import CpuKernels, load_kernels
+from pageferry.kernels.cpu_library import CpuKernels, Isa, load_kernels
 
 _MODEL_REASONS = ("MODEL_FILE_INVALID", "MODEL_TENSORS")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -118,6 +118,8 @@ def _kernels(config: EngineConfig, layout: PageLayout) -> CpuKernels | None:
         problem = f"the model's heads have {layout.head_dim} numbers, no multiple of {HEAD_DIM_MULTIPLE}"
     elif not is_compiled(layout.format):
         problem = f"{layout.format} pages are computed by torch"
+    elif kernels.isa is Isa.PORTABLE and config.kernels == "auto":
+        return None  # torch has code for this processor, which is faster
     if problem and config.kernels == "cpu":
         raise invalid("kernels", config.kernels, f"can't be cpu: {problem}; auto computes by torch then")
     return None if problem else kernels
