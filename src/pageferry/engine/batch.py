@@ -37,7 +37,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchBuilder:
-    """What of model and pool decides how a batch is laid out."""
+    """What of model and pool decides how a batch is laid out.
+
+    Where the compiled kernels take the batch, numpy alone makes it: torch's calls let go of the interpreter's lock, and
+    the event loop, which has the last step's tokens to send just then, would keep it from the engine.
+    """
 
     page_size: int
     window: int | None
@@ -59,9 +63,9 @@ class BatchBuilder:
             table=torch.from_numpy(np.fromiter(pages, np.int32, table_starts[-1])),
         )
         return Batch(
-            token_ids=torch.tensor(ids, dtype=torch.int32),
+            token_ids=torch.from_numpy(np.array(ids, np.int32)),
             sequences=sequences,
-            sampled_rows=torch.tensor(sampled, dtype=torch.int32),
+            sampled_rows=torch.from_numpy(np.array(sampled, np.int32)),
             places=self._places(chunks, starts) if self.for_torch else None,
         )
 

@@ -22,12 +22,13 @@ def sample(logits: Tensor, sequences: Sequences[Sequence]) -> tuple[SampledToken
     """One result for each row of `logits` [S, vocab] fp32, which is changed in place."""
     if not sequences:
         return ()
-    low, high = logits.amin(dim=-1), logits.amax(dim=-1)  # a NaN anywhere makes both NaN
-    is_finite = (torch.isfinite(low) & torch.isfinite(high)).tolist()
+    numbers = logits.numpy()  # the same memory; numpy is an order of magnitude faster at these than torch
+    with np.errstate(invalid="ignore"):
+        is_finite = np.isfinite(numbers.min(axis=-1)) & np.isfinite(numbers.max(axis=-1))  # NaN makes both NaN
     for row, sequence in enumerate(sequences):
         if is_finite[row]:
             _adjust(logits[row], sequence)
-    greedy = logits.argmax(dim=-1).tolist()
+    greedy = numbers.argmax(axis=-1).tolist()
     return tuple(
         _sample_row(logits[row], sequence, greedy[row])
         if is_finite[row]
