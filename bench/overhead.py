@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from cluster import Answer, Cluster, Stub, connected, greedy, running
+from answer import Answer
+from cluster import Cluster, Stub, connected, greedy, running
 from traces import SPLIT_SPANS, one, wait_trace
 
 PROMPT = "The ferry left the harbour at dawn, and its crew counted the crates on deck before the fog came in. "

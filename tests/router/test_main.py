@@ -12,7 +12,8 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from fake_workers import LAYOUT, MODEL, Answer, Rig, Script
+from answer import Answer
+from fake_workers import LAYOUT, MODEL, Rig, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_workers import Answer, Rig, Script
+from answer import Answer
+from fake_workers import Rig, Script
 from spans import assert_one_tree
 
 from pageferry.core.config import ServerConfig

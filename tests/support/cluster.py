@@ -11,15 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
+from answer import Answer
 
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
-from pageferry.v1.types_pb2 import FinishReason, SamplingParams, StopConditions, Usage
+from pageferry.v1.types_pb2 import SamplingParams, StopConditions
 
 if TYPE_CHECKING:
     from pageferry.v1.inference_pb2_grpc import InferenceServiceAsyncStub
@@ -139,40 +139,6 @@ def running(*arguments: str, settings: Mapping[str, str] | None = None, ready_s:
 async def connected(cluster: Cluster) -> AsyncIterator[Stub]:
     async with grpc.aio.insecure_channel(cluster.address) as channel:
         yield InferenceServiceStub(channel)
-
-
-@dataclass
-class Answer:
-    """What one Generate stream gave; `positions` as they came."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    started: pb.Started | None = None
-    finished: pb.Finished | None = None
-
-    def take(self, response: pb.GenerateResponse) -> None:
-        assert self.finished is None, "an event after the terminal one"
-        match response.WhichOneof("event"):
-            case "started":
-                assert self.started is None
-                self.started = response.started
-            case "delta":
-                self.text += response.delta.text
-                self.token_ids += [token.token_id for token in response.delta.tokens]
-                self.positions += [token.position for token in response.delta.tokens]
-            case "finished":
-                self.finished = response.finished
-
-    @property
-    def usage(self) -> Usage:
-        assert self.finished is not None
-        return self.finished.usage
-
-    @property
-    def reason(self) -> str:
-        assert self.finished is not None
-        return FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower()
 
 
 def greedy(prompt: str | list[int], max_tokens: int, *, ignore_eos: bool = True) -> pb.GenerateRequest:

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from answer import Answer
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 from spans import SpanLog
@@ -349,33 +350,3 @@ class _Watched:
 
     async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
         return await self._worker.hub.Drain(request, context)
-
-
-@dataclass
-class Answer:
-    """What one generation gave."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    started: pb.Started | None = None
-    finished: pb.Finished | None = None
-
-    def take(self, response: pb.GenerateResponse) -> None:
-        assert self.finished is None, "an event after the terminal one"
-        match response.WhichOneof("event"):
-            case "started":
-                assert self.started is None
-                self.started = response.started
-            case "delta":
-                self.text += response.delta.text
-                self.token_ids += [token.token_id for token in response.delta.tokens]
-                self.positions += [token.position for token in response.delta.tokens]
-                assert self.positions == list(range(len(self.positions)))
-            case "finished":
-                self.finished = response.finished
-
-    @property
-    def reason(self) -> str:
-        assert self.finished is not None
-        return types.FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower()
