@@ -1,0 +1,119 @@
+"""Prefill attention over pages: chunks of many sequences, of unlike lengths, without padding.
+
+A chunk's tokens are its sequence's last, and are in the pages already, as stored: cached and new tokens read alike.
+out[t] = softmax(q[t] Kᵀ · scale) V over positions p ≤ position[t]; with a window W, p > position[t] - W or p < sinks.
+Shapes: query [T, H, D], sequence after sequence; tables [S, n] and lengths [S] as in paged_attention; out [T, H, D]
+fp32.
+
+A program takes some of the (row, query head) pairs of one KV head, so that each page is read once for all of them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pageferry.kernels.append_pages import LayerPages
+from pageferry.kernels.gpu.page_tiles import (
+    attend_tiles,
+    attention_arguments,
+    check_attention,
+    tile_range,
+)
+
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Which rows belong to which sequence; made once a step, for all layers."""
+
+    pairs: int  # of a program
+    starts: Tensor  # [S + 1] int32: first row of each sequence, and T
+    blocks: Tensor  # [programs, 2] int32: sequence, and first pair in it
+
+    @classmethod
+    def of(cls, counts: list[int], group: int, dtype: torch.dtype, device: torch.device | str) -> "Chunks":
+        """Chunks of `counts` rows each, with `group` query heads to a KV head, that are multiplied in `dtype`."""
+        pairs = num_pairs(dtype)
+        starts = [0]
+        for count in counts:
+            starts.append(starts[-1] + count)
+        blocks = [(i, pair) for i, count in enumerate(counts) for pair in range(0, count * group, pairs)]
+        return cls(
+            pairs,
+            torch.tensor(starts, dtype=torch.int32, device=device),
+            torch.tensor(blocks, dtype=torch.int32, device=device).view(-1, 2),
+        )
+
+
+@triton.jit
+def _prefill_kernel(
+    query, query_stride, head_stride, tables, table_stride, lengths, starts, blocks, out, scale, window, sinks,
+    k_payload, k_scales, k_zeros, k_stride, k_factor_stride, v_payload, v_scales, v_zeros, v_stride, v_factor_stride,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, K_ELEMENT: tl.constexpr, V_ELEMENT: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    block, head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(blocks + 2 * block).to(tl.int64)
+    first_pair = tl.load(blocks + 2 * block + 1)
+    start = tl.load(starts + sequence)
+    num_rows = tl.load(starts + sequence + 1) - start
+    before = tl.load(lengths + sequence) - num_rows  # tokens of earlier chunks
+    pair, dim = first_pair + tl.arange(0, PAIRS), tl.arange(0, DP)
+    row, query_head = pair // GROUP, head * GROUP + pair % GROUP
+    last_row = tl.minimum((first_pair + PAIRS - 1) // GROUP, num_rows - 1)
+    mask = (row < num_rows)[:, None] & (dim < D)[None, :]
+    token = (start + row).to(tl.int64)
+    place = token[:, None] * query_stride + query_head[:, None] * head_stride + dim[None, :]
+    rows = (tl.load(query + place, mask=mask, other=0).to(tl.float32) * scale).to(DOT)
+    low, first_tile, sink_tiles, num_tiles = tile_range(
+        before + first_pair // GROUP, before + last_row, window, sinks, TILE
+    )
+    result, _, total = attend_tiles(
+        rows, before + tl.minimum(row, last_row), 0, num_tiles, low, first_tile, sink_tiles, before + last_row + 1,
+        window, sinks, tables + sequence * table_stride, head, k_payload, k_scales, k_zeros, k_stride, k_factor_stride,
+        v_payload, v_scales, v_zeros, v_stride, v_factor_stride,
+        PAIRS, D, DP, PAGE, TILE, K_ELEMENT, V_ELEMENT,
+    )  # fmt: skip
+    place = (token * (tl.num_programs(1) * GROUP) + query_head)[:, None] * D + dim[None, :]
+    tl.store(out + place, result / total[:, None], mask=mask)
+
+
+def prefill_attention(
+    query: Tensor,
+    layer: LayerPages,
+    tables: Tensor,
+    lengths: Tensor,
+    chunks: Chunks,
+    scale: float,
+    *,
+    window: int | None = None,
+    sinks: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Products are of `dtype`, all else is fp32; `chunks` must be of these rows, this model and this dtype."""
+    check_attention(query, layer, window, sinks, dtype)
+    num_heads, head_dim = query.shape[1:]
+    num_seqs = len(chunks.starts) - 1
+    if tables.shape[0] != num_seqs or lengths.shape != (num_seqs,) or tables.stride(1) != 1:
+        raise ValueError(
+            f"tables {list(tables.shape)} and lengths {list(lengths.shape)} must be of {num_seqs} sequences"
+        )
+    num_kv_heads = layer.keys.payload.shape[1]
+    out = query.new_empty(query.shape, dtype=torch.float32)
+    if len(chunks.blocks):
+        _prefill_kernel[(len(chunks.blocks), num_kv_heads)](
+            query=query, query_stride=query.stride(0), head_stride=query.stride(1), tables=tables,
+            table_stride=tables.stride(0), lengths=lengths, starts=chunks.starts, blocks=chunks.blocks, out=out,
+            scale=scale * _LOG2_E, GROUP=num_heads // num_kv_heads, PAIRS=chunks.pairs,
+            **attention_arguments(layer, head_dim, window, sinks, dtype),
+        )  # fmt: skip
+    return out
+
+
+def num_pairs(dtype: torch.dtype) -> int:
+    """As many as registers hold; fp32 is multiplied as three parts."""
+    return 16 if dtype == torch.float32 else 64
