@@ -17,12 +17,13 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy_grp
 SEED ?= 1
 SECONDS_SOAK ?= 60
 
-.PHONY: help setup kernels demo test test-all lint types proto proto-check bench soak format clean
+.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check bench soak format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      install, then serve the packaged model from three processes and ask it one question"
 	@echo "make test      install, then run the tests          make test-all  the slower rest of them"
+	@echo "make test-gpu  the kernels' tests on a GPU          make kernels-report  registers and spills of each kernel"
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load, cancels and kills"
@@ -48,11 +49,22 @@ kernels: setup
 demo: setup
 	@$(BIN)/pageferry demo
 
+# Without a GPU, Triton's kernels are tested in its interpreter, which needs a process of its own.
 test: setup
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu
 
 test-all: setup
 	$(BIN)/python -m pytest -m slow
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/kernels/gpu
+
+test-gpu: setup
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+		|| echo "test-gpu: no GPU is visible to torch here; every test below is skipped"
+	$(BIN)/python -m pytest -m gpu -rs tests/kernels/gpu
+
+kernels-report: setup
+	@$(BIN)/python bench/kernels_report.py
 
 lint: setup
 	$(BIN)/ruff check .

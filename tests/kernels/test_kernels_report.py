@@ -1,0 +1,57 @@
+"""Triton kernels compiled ahead of time, in a process of their own, which needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+ROOT = Path(__file__).parents[2]
+
+
+def report(*arguments: str) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / "src")
+    command = [sys.executable, str(ROOT / "bench" / "kernels_report.py"), "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def check(rows: list[dict[str, Any]]) -> None:
+    """Nothing spilled, nothing beyond what a block may have: 255 registers a thread, and sm_80's 163 KB of shared."""
+    assert {row["target"] for row in rows} == {"sm_80", "sm_90"}
+    assert [row for row in rows if row["spill_bytes"]] == []
+    assert all(0 < row["registers"] <= 255 and row["shared_bytes"] <= 163 << 10 for row in rows)
+
+
+def test_page_kernels_compile_without_spilling() -> None:
+    rows = report("--quick")
+    assert [row["kernel"].split()[0] for row in rows[::2]] == ["append", "decode", "prefill"]
+    check(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_kernel_compiles_without_spilling() -> None:
+    rows = report()
+    kinds = {row["kernel"].split()[0] for row in rows}
+    assert kinds >= {
+        "append",
+        "decode",
+        "combine",
+        "prefill",
+        "gather",
+        "scatter",
+        "add",
+        "rms",
+        "rotary",
+        "silu",
+        "linear",
+    }
+    check(rows)
