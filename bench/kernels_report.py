@@ -119,13 +119,15 @@ def of_pages(text: str, dim: int, group: int, dtype: torch.dtype) -> Iterator[Va
         constants = shape | tops | {"TOKENS": append_pages.TOKENS}
         yield Variant(f"append {suffix}", append_pages._append_kernel, types, constants)
     common = sides | {"query": "*fp32", "tables": "*i32", "lengths": "*i32", "scale": "fp32"}
-    shape |= {"GROUP": group, "TILE": page_tiles.tile_tokens(dtype), "DOT": page_tiles.DOT_DTYPES[dtype]}
-    warps = page_tiles.num_warps(dim)
+    shape |= {"GROUP": group, "DOT": page_tiles.DOT_DTYPES[dtype]}
     types = common | {"partial": "*fp32", "logs": "*fp32"}
-    constants = shape | {"ROWS": 16, "SPLIT_TILES": paged_attention.SPLIT_TILES}
+    tile = paged_attention.tile_tokens(dtype)
+    constants = shape | {"TILE": tile, "ROWS": 16, "SPLIT_TILES": paged_attention.SPLIT_TILES}
+    warps = paged_attention.num_warps(dim)
     yield Variant(f"decode {suffix}", paged_attention._decode_kernel, types, constants, warps)
     types = common | {"starts": "*i32", "blocks": "*i32", "out": "*fp32"}
-    constants = shape | {"PAIRS": paged_prefill.num_pairs(dtype)}
+    constants = shape | {"TILE": paged_prefill.TILE, "PAIRS": paged_prefill.num_pairs(dtype)}
+    warps = paged_prefill.num_warps(dim, dtype)
     yield Variant(f"prefill {suffix}", paged_prefill._prefill_kernel, types, constants, warps)
 
 
@@ -157,7 +159,9 @@ def others() -> Iterator[Variant]:
 
 def matmuls() -> Iterator[Variant]:
     kinds = (("Q4_0", 8, True), ("Q4_1", 0, True), ("Q8_0", 0, False))
-    sizes = [(dtype, rows) for dtype in (torch.bfloat16, torch.float32) for rows in (16, linear.most_rows(dtype))]
+    sizes = [
+        (dtype, rows) for dtype in (torch.bfloat16, torch.float32) for rows in sorted({16, linear.most_rows(dtype)})
+    ]
     for name, offset, is_packed in kinds:
         for dtype, rows in sizes:
             of_x = "*bf16" if dtype == torch.bfloat16 else "*fp32"

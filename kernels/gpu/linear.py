@@ -135,4 +135,4 @@ def linear(x: Tensor, weight: GroupedWeight, bias: Tensor | None = None, *, dtyp
 
 def most_rows(dtype: torch.dtype) -> int:
     """Of a program, as registers hold; fp32 is multiplied as three parts."""
-    return 32 if dtype == torch.float32 else 64
+    return 16 if dtype == torch.float32 else 64

@@ -133,15 +133,6 @@ def side_arguments(prefix: str, side: SidePages) -> dict[str, object]:
     }
 
 
-def tile_tokens(dtype: torch.dtype) -> int:
-    """Tokens that are read at once, as many as registers hold; fp32 is multiplied as three parts."""
-    return 32 if dtype == torch.float32 else 64
-
-
-def num_warps(head_dim: int) -> int:
-    return 4 if padded_dim(head_dim) <= 64 else 8
-
-
 def attention_arguments(
     layer: LayerPages, head_dim: int, window: int | None, sinks: int, dtype: torch.dtype
 ) -> dict[str, object]:
@@ -154,9 +145,7 @@ def attention_arguments(
         "D": head_dim,
         "DP": padded_dim(head_dim),
         "PAGE": layer.keys.payload.shape[2],
-        "TILE": tile_tokens(dtype),
         "DOT": DOT_DTYPES[dtype],
-        "num_warps": num_warps(head_dim),
         "num_stages": 2,
         "K_ELEMENT": layer.keys.format.element.value,
         "V_ELEMENT": layer.values.format.element.value,

@@ -20,7 +20,6 @@ from pageferry.kernels.gpu.page_tiles import (
     check_attention,
     padded_dim,
     tile_range,
-    tile_tokens,
 )
 
 SPLIT_TILES = 4
@@ -103,7 +102,8 @@ def decode_attention(
             f"tables {list(tables.shape)} and lengths {list(lengths.shape)} must be of {num_seqs} sequences"
         )
     num_kv_heads, page_size = layer.keys.payload.shape[1:3]
-    num_splits = most_splits(tables.shape[1] * page_size, window, sinks, tile_tokens(dtype))
+    tile = tile_tokens(dtype)
+    num_splits = most_splits(tables.shape[1] * page_size, window, sinks, tile)
     shared = attention_arguments(layer, head_dim, window, sinks, dtype)
     partial = query.new_empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32)
     logs = query.new_empty((num_seqs, num_heads, num_splits), dtype=torch.float32)
@@ -113,13 +113,22 @@ def decode_attention(
         query=query, query_stride=query.stride(0), head_stride=query.stride(1), tables=tables,
         table_stride=tables.stride(0), lengths=lengths, partial=partial, logs=logs, num_splits=num_splits,
         scale=scale * _LOG2_E, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-        SPLIT_TILES=SPLIT_TILES, **shared,
+        TILE=tile, SPLIT_TILES=SPLIT_TILES, num_warps=num_warps(head_dim), **shared,
     )  # fmt: skip
     _combine_kernel[(num_seqs, num_heads)](
         partial, logs, lengths, out, num_splits, shared["window"], shared["sinks"],
-        D=head_dim, DP=padded_dim(head_dim), TILE=shared["TILE"], SPLIT_TILES=SPLIT_TILES, num_warps=1,
+        D=head_dim, DP=padded_dim(head_dim), TILE=tile, SPLIT_TILES=SPLIT_TILES, num_warps=1,
     )  # fmt: skip
     return out
+
+
+def tile_tokens(dtype: torch.dtype) -> int:
+    """Tokens that are read at once, as many as registers hold; fp32 is multiplied as three parts."""
+    return 32 if dtype == torch.float32 else 64
+
+
+def num_warps(head_dim: int) -> int:
+    return 4 if padded_dim(head_dim) <= 64 else 8
 
 
 def most_splits(num_tokens: int, window: int | None, sinks: int, tile: int) -> int:

@@ -20,9 +20,11 @@ from pageferry.kernels.gpu.page_tiles import (
     attend_tiles,
     attention_arguments,
     check_attention,
+    padded_dim,
     tile_range,
 )
 
+TILE = 32  # tokens that are read at once
 _LOG2_E = 1.4426950408889634
 
 
@@ -108,8 +110,8 @@ def prefill_attention(
         _prefill_kernel[(len(chunks.blocks), num_kv_heads)](
             query=query, query_stride=query.stride(0), head_stride=query.stride(1), tables=tables,
             table_stride=tables.stride(0), lengths=lengths, starts=chunks.starts, blocks=chunks.blocks, out=out,
-            scale=scale * _LOG2_E, GROUP=num_heads // num_kv_heads, PAIRS=chunks.pairs,
-            **attention_arguments(layer, head_dim, window, sinks, dtype),
+            scale=scale * _LOG2_E, GROUP=num_heads // num_kv_heads, PAIRS=chunks.pairs, TILE=TILE,
+            num_warps=num_warps(head_dim, dtype), **attention_arguments(layer, head_dim, window, sinks, dtype),
         )  # fmt: skip
     return out
 
@@ -117,3 +119,7 @@ def prefill_attention(
 def num_pairs(dtype: torch.dtype) -> int:
     """As many as registers hold; fp32 is multiplied as three parts."""
     return 16 if dtype == torch.float32 else 64
+
+
+def num_warps(head_dim: int, dtype: torch.dtype) -> int:
+    return 4 if padded_dim(head_dim) <= 64 and dtype != torch.float32 else 8
