@@ -37,7 +37,8 @@ def _encode_fp8(x):
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     subnormal = _rounded(tl.abs(x) * 512.0).to(tl.int32)
     code = tl.minimum(tl.where(tl.abs(x) < 0.015625, subnormal, normal), 0x7E)
-    return tl.where(x < 0, code | 0x80, code).to(tl.uint8)
+    sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80  # also of −0, as torch has it
+    return (code | sign).to(tl.uint8)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from page_pools import FORMATS, layout, poisoned
 from pageferry.core.formats import PageFormat
 from pageferry.kernels.append_pages import append_pages as append_on_cpu
 from pageferry.kernels.gpu.append_pages import append_pages
+from pageferry.kernels.quantise import largest
 
 NUM_PAGES = 40
 # One of each element and each kind of pair; `slow` has all.
@@ -80,6 +81,21 @@ def test_the_edges_of_what_can_be_stored(page_format: PageFormat, device: str) -
         finite = reference.isfinite().all(-1)
         assert torch.equal(result[finite], reference[finite])
         assert (result[~finite].isnan().any(-1) | result[~finite].isinf().any(-1)).all()
+
+
+@pytest.mark.parametrize("text", ["fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym"])
+def test_halves_go_to_even(text: str, device: str) -> None:
+    """Vectors whose scale is 1 and zero point 0, of numbers halfway between what the format holds."""
+    page_format = PageFormat.parse(text)
+    codes = torch.arange(127 if text == "fp8_e4m3" else largest(page_format.k) + 1)
+    held = codes.to(torch.uint8).view(torch.float8_e4m3fn) if text == "fp8_e4m3" else codes
+    halves = (held.float()[1:] + held.float()[:-1]) / 2
+    rows = torch.zeros(-(-len(halves) // 62), 64)
+    for row, part in zip(rows, halves.split(62), strict=True):
+        row[: len(part)], row[63] = part, held.float()[-1]
+    check(page_format, len(rows), 64, device, rows[:, None].expand(2, len(rows), 2, 64))
+    if page_format.k.symmetric:
+        check(page_format, len(rows), 64, device, -rows[:, None].expand(2, len(rows), 2, 64))
 
 
 def test_wrong_shapes_are_refused(device: str) -> None:
