@@ -174,3 +174,11 @@ def check_attention(query: torch.Tensor, layer: LayerPages, window: int | None, 
         raise ValueError(f"window is {window}, must be at least 1")
     if sinks < 0:
         raise ValueError(f"sinks is {sinks}, must be at least 0")
+
+
+def check_tables(tables: torch.Tensor, lengths: torch.Tensor, num_seqs: int) -> None:
+    """Raise ValueError where page tables and lengths are not those of so many sequences."""
+    if tables.shape[0] != num_seqs or lengths.shape != (num_seqs,) or tables.stride(1) != 1:
+        raise ValueError(
+            f"tables {list(tables.shape)} and lengths {list(lengths.shape)} must be of {num_seqs} sequences"
+        )

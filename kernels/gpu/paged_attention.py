@@ -18,6 +18,7 @@ from pageferry.kernels.gpu.page_tiles import (
     attend_tiles,
     attention_arguments,
     check_attention,
+    check_tables,
     padded_dim,
     tile_range,
 )
@@ -97,10 +98,7 @@ def decode_attention(
     """Products are of `dtype`, all else is fp32. Nothing is read back: a CUDA graph can hold it."""
     check_attention(query, layer, window, sinks, dtype)
     num_seqs, num_heads, head_dim = query.shape
-    if tables.shape[0] != num_seqs or lengths.shape != (num_seqs,) or tables.stride(1) != 1:
-        raise ValueError(
-            f"tables {list(tables.shape)} and lengths {list(lengths.shape)} must be of {num_seqs} sequences"
-        )
+    check_tables(tables, lengths, num_seqs)
     num_kv_heads, page_size = layer.keys.payload.shape[1:3]
     tile = tile_tokens(dtype)
     num_splits = most_splits(tables.shape[1] * page_size, window, sinks, tile)

@@ -20,6 +20,7 @@ from pageferry.kernels.gpu.page_tiles import (
     attend_tiles,
     attention_arguments,
     check_attention,
+    check_tables,
     padded_dim,
     tile_range,
 )
@@ -100,10 +101,7 @@ def prefill_attention(
     check_attention(query, layer, window, sinks, dtype)
     num_heads, head_dim = query.shape[1:]
     num_seqs = len(chunks.starts) - 1
-    if tables.shape[0] != num_seqs or lengths.shape != (num_seqs,) or tables.stride(1) != 1:
-        raise ValueError(
-            f"tables {list(tables.shape)} and lengths {list(lengths.shape)} must be of {num_seqs} sequences"
-        )
+    check_tables(tables, lengths, num_seqs)
     num_kv_heads = layer.keys.payload.shape[1]
     out = query.new_empty(query.shape, dtype=torch.float32)
     if len(chunks.blocks):
