@@ -10,7 +10,8 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from cluster import Cluster, connected, free_port, generate, greedy, pageferry, wait_idle
+from cluster import Cluster, connected, generate, greedy, pageferry, wait_idle
+from loopback import free_port
 
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import SamplingParams, StopConditions

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cluster import connected, free_port, generate, greedy, running
+from cluster import connected, generate, greedy, running
+from loopback import free_port
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,

@@ -15,6 +15,7 @@ import pytest
 from answer import Answer
 from fake_workers import LAYOUT, MODEL, Rig, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from loopback import free_port
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.core.config import Config, EngineConfig, RouterConfig, ServerConfig, TelemetryConfig
@@ -25,12 +26,6 @@ from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def config_for(router: Rig, **server: object) -> Config:

@@ -5,7 +5,6 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import grpc
 from answer import Answer
+from loopback import free_port
 
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
@@ -33,12 +33,6 @@ def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """The test's environment, with settings keyed "section.field" in the form that services read."""
     named = {f"PAGEFERRY_{key.replace('.', '_').upper()}": value for key, value in (settings or {}).items()}
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | named
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def pageferry(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

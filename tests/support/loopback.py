@@ -1,5 +1,6 @@
-"""A server and a channel to it in one event loop, and a decode service whose handler is a test's own."""
+"""A free port, a server and a channel to it in one event loop, and a decode service whose handler is a test's own."""
 
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -13,6 +14,12 @@ from pageferry.runtime.server import GrpcServer
 from pageferry.v1 import decode_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 Handler = Callable[[Any, Any], Any]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):

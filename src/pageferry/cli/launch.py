@@ -89,12 +89,6 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def free_port(host: str = _LOOPBACK) -> int:
-    """A port that is free now."""
-    with contextlib.ExitStack() as held:
-        return _hold(held, host, 0, "port")
-
-
 def num_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
