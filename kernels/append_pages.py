@@ -27,12 +27,13 @@ def is_compiled(page_format: PageFormat) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SidePages:
-    """One layer's keys, or its values, as views into the pool; `scales` and `zeros` only where the format has them."""
+    """One layer's keys, or its values, as views into the pools; `scales` and `zeros` only where the format has them."""
 
     format: TensorFormat
     payload: Tensor  # [num_pages, Hk, B, D]
-    scales: Tensor | None  # [num_pages, Hk, B] fp16
-    zeros: Tensor | None  # [num_pages, Hk, B] fp16
+    scales: Tensor | None  # [num_pages, Hk, B] fp16; per channel [num_pages, Hk, D]
+    zeros: Tensor | None  # as the scales
+    tails: Tensor | None = None  # [num_tails, Hk, B, D] fp16, where the page format has tails
 
     def read(self) -> Tensor:
         """[num_pages, Hk, B, D] fp32: all that is stored."""
@@ -41,10 +42,13 @@ class SidePages:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's views into the pool."""
+    """One layer's views into the pools, and which of the tokens before it a query reads (see `core.groups`)."""
 
     keys: SidePages
     values: SidePages
+    group: int = 0  # the cache group, whose page tables are the layer's
+    window: int | None = None
+    sinks: int = 0
 
     def struct(self) -> cpu_library.Pages:
         """For the compiled kernels; points into the pool."""

@@ -5,7 +5,9 @@ Elements and bits:
 * fp8_e4m3: x = element · scale.
 * int8, int4: symmetric, x = q · scale, or asymmetric, x = q · scale + zero, with unsigned q. Two int4 share a byte, the
   even index in its low half; symmetric ones are two's complement.
-Scales and zero points are fp16, one each per token and KV head.
+Scales and zero points are fp16, one each per token and KV head (`token`), or per channel and KV head of a page
+(`channel`). Where K or V is scaled per channel, a sequence's last page is kept in fp16, both K and V, until it is full
+and quantised once: its *tail*.
 """
 
 from dataclasses import dataclass
@@ -53,24 +55,27 @@ class TensorFormat:
     symmetric: bool = True
 
     def __post_init__(self) -> None:
-        if self.granularity is not Granularity.TOKEN:
-            text = f"{self.element.value}:{self.granularity.value}"
-            raise invalid("page_format", text, "but scales per channel are not supported yet")
+        if self.granularity is Granularity.CHANNEL and not self.element.is_scaled:
+            raise invalid("page_format", f"{self.element.value}:channel", "but plain numbers have no scales")
         if not (self.symmetric or self.element.is_integer):
             raise invalid("page_format", f"{self.element.value}:asym", "but only int8 and int4 have zero points")
 
     def __str__(self) -> str:
-        return self.element.value if self.symmetric else f"{self.element.value}:asym"
+        channel = ":channel" if self.is_per_channel else ""
+        return self.element.value + channel + ("" if self.symmetric else ":asym")
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of scale per token and KV head."""
-        return FACTOR_BYTES if self.element.is_scaled else 0
+    def is_per_channel(self) -> bool:
+        return self.granularity is Granularity.CHANNEL
 
-    @property
-    def zero_bytes(self) -> int:
-        """Bytes of zero point per token and KV head."""
-        return 0 if self.symmetric else FACTOR_BYTES
+    def scale_bytes(self, page_size: int, head_dim: int) -> int:
+        """Bytes of scales of one KV head of a page."""
+        num_factors = head_dim if self.is_per_channel else page_size
+        return FACTOR_BYTES * num_factors if self.element.is_scaled else 0
+
+    def zero_bytes(self, page_size: int, head_dim: int) -> int:
+        """Bytes of zero points of one KV head of a page."""
+        return 0 if self.symmetric else self.scale_bytes(page_size, head_dim)
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one head's elements of one token."""
@@ -103,6 +108,11 @@ class PageFormat:
 
     def __str__(self) -> str:
         return str(self.k) if self.k == self.v else f"k={self.k},v={self.v}"
+
+    @property
+    def has_tails(self) -> bool:
+        """Whether a sequence's last page stays in fp16 until it is full."""
+        return self.k.is_per_channel or self.v.is_per_channel
 
     @property
     def is_convertible(self) -> bool:

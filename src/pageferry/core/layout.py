@@ -1,20 +1,23 @@
-"""How a page's bytes are laid out, and how two workers tell whether they agree.
+"""How pages' bytes are laid out, and how two workers tell whether they agree.
 
-A page holds `page_size` tokens of all layers: payload `[layer][K|V][kv_head][token][dim]`, then scales and then zero
-points, `[layer][K|V][kv_head][token]` fp16 each, of those of K and V whose format has them; each part starts at a
-multiple of 64 bytes. Unused slots are zero with scale 1. A layer range of a page is at most three byte ranges.
+A page holds `page_size` tokens of one cache group's layers: payload `[layer][K|V][kv_head][token][dim]`, then scales and
+then zero points, of those of K and V whose format has them: `[layer][K|V][kv_head][token]`, or `[dim]` where they are
+per channel, fp16 each. Each part starts at a multiple of 64 bytes. Unused slots are zero with scale 1. A layer range
+of a page is at most three byte ranges.
 """
 
 import hashlib
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple, Protocol
 
 from pageferry.core.errors import FailedPreconditionError, invalid
-from pageferry.core.formats import Element, PageFormat
+from pageferry.core.formats import Element, PageFormat, TensorFormat
+from pageferry.core.groups import CacheGroup, groups_text
 from pageferry.core.pool import PageId
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 1 << 20
+TAIL_FORMAT = PageFormat.parse("fp16")
 _ALIGN = 64
 
 
@@ -24,15 +27,13 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """The layout of a pool's pages; workers may hand over where all fields are equal, or see `ships_to`."""
+    """The bytes of one pool's pages."""
 
-    fingerprint: str
     format: PageFormat
     page_size: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    version: int = PROTOCOL_VERSION
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_layers", "num_kv_heads", "head_dim"):
@@ -57,27 +58,28 @@ class PageLayout:
                 limit = f"but a layer's {parts} must be multiples of {width}, the bytes of {side.element.value}"
                 raise invalid("page_size", self.page_size, limit)
 
-    @property
-    def num_vectors(self) -> int:
-        """Of K, or of V, in one layer of a page."""
-        return self.num_kv_heads * self.page_size
+    def side_bytes(self, side: TensorFormat) -> tuple[int, int, int]:
+        """Bytes of elements, scales and zero points of one layer's K, or V, of that format."""
+        elements = self.num_kv_heads * self.page_size * side.row_bytes(self.head_dim)
+        scales = self.num_kv_heads * side.scale_bytes(self.page_size, self.head_dim)
+        return elements, scales, self.num_kv_heads * side.zero_bytes(self.page_size, self.head_dim)
 
     @property
     def k_layer_bytes(self) -> int:
         """Bytes of one layer's K elements, which V's follow."""
-        return self.num_vectors * self.format.k.row_bytes(self.head_dim)
+        return self.side_bytes(self.format.k)[0]
 
     @property
     def payload_layer_bytes(self) -> int:
-        return self.k_layer_bytes + self.num_vectors * self.format.v.row_bytes(self.head_dim)
+        return self.k_layer_bytes + self.side_bytes(self.format.v)[0]
 
     @property
     def scale_layer_bytes(self) -> int:
-        return self.num_vectors * (self.format.k.scale_bytes + self.format.v.scale_bytes)
+        return self.side_bytes(self.format.k)[1] + self.side_bytes(self.format.v)[1]
 
     @property
     def zero_layer_bytes(self) -> int:
-        return self.num_vectors * (self.format.k.zero_bytes + self.format.v.zero_bytes)
+        return self.side_bytes(self.format.k)[2] + self.side_bytes(self.format.v)[2]
 
     @property
     def layer_bytes(self) -> int:
@@ -119,43 +121,115 @@ class PageLayout:
         step = self.layers_per_frame
         return tuple((layer, min(step, self.num_layers - layer)) for layer in range(0, self.num_layers, step))
 
+
+class PageKey(NamedTuple):
+    """Which of a sequence's pages: as a hand-off names it."""
+
+    group: int
+    index: int  # in the group's page table
+    is_tail: bool = False  # the last page, not full, in fp16
+
+
+class Place(NamedTuple):
+    """Where a page's bytes lie: in the pool of a cache group, or in the pool of its tails."""
+
+    group: int
+    page: PageId
+    is_tail: bool = False
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The layout of all that a worker caches; workers may hand over where all fields are equal, or see `ships_to`.
+
+    Each cache group has a pool of pages, and where the format has tails one of those.
+    """
+
+    fingerprint: str
+    format: PageFormat
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+    groups: tuple[CacheGroup, ...]
+    version: int = PROTOCOL_VERSION
+    pages: tuple[PageLayout, ...] = field(init=False, compare=False, repr=False)  # of each group
+    tails: tuple[PageLayout, ...] = field(init=False, compare=False, repr=False)  # of each group, or empty
+
+    def __post_init__(self) -> None:
+        layers = sorted(layer for group in self.groups for layer in group.layers)
+        if not layers or layers != list(range(len(layers))):
+            raise invalid("groups", groups_text(self.groups), "must hold every layer, from 0, once")
+        pages = tuple(
+            PageLayout(self.format, self.page_size, len(group.layers), self.num_kv_heads, self.head_dim)
+            for group in self.groups
+        )
+        tails = tuple(replace(layout, format=TAIL_FORMAT) for layout in pages) if self.format.has_tails else ()
+        object.__setattr__(self, "pages", pages)
+        object.__setattr__(self, "tails", tails)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of a token that every group holds, in full pages."""
+        return sum(layout.page_bytes for layout in self.pages) / self.page_size
+
+    def of(self, place: PageKey | Place) -> PageLayout:
+        """The layout of the page there; InvalidArgumentError where there is no such group, or no tails."""
+        layouts = self.tails if place.is_tail else self.pages
+        if not 0 <= place.group < len(layouts):
+            what = "tails" if place.is_tail else "pages"
+            raise invalid("group", place.group, f"must be below {len(layouts)}, the number of groups with {what}")
+        return layouts[place.group]
+
     def num_pages(self, num_tokens: int) -> int:
+        """Of a page table."""
         return -(-num_tokens // self.page_size)
 
     def cache_key(self) -> bytes:
         """What the prefix cache mixes into its hashes, so that pages of another kind never match."""
-        text = "/".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        text = "/".join(f"{name}={value}" for name, value in self._values())
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
-    def ships_to(self, other: "PageLayout") -> bool:
+    def ships_to(self, other: "CacheLayout") -> bool:
         """Whether a sender of these pages can fill the other's: they are equal, or it can convert its format."""
-        others = (field.name for field in fields(self) if field.name != "format")
-        is_same_shape = all(getattr(self, name) == getattr(other, name) for name in others)
+        is_same_shape = replace(self, format=other.format) == other
         return is_same_shape and (self.format == other.format or self.format.is_convertible)
 
-    def check_ships_to(self, other: "PageLayout", *, ours: str, theirs: str) -> None:
+    def check_ships_to(self, other: "CacheLayout", *, ours: str, theirs: str) -> None:
         """Raise FailedPreconditionError naming each field that differs with both values, unless `ships_to`."""
         if not self.ships_to(other):
             self.check_equal(other, ours=ours, theirs=theirs)
 
-    def check_equal(self, other: "PageLayout", *, ours: str, theirs: str) -> None:
+    def check_equal(self, other: "CacheLayout", *, ours: str, theirs: str) -> None:
         """Raise FailedPreconditionError naming each field that differs with both values."""
-        values = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-        differences = [f"{name} {our} ({ours}) and {their} ({theirs})" for name, our, their in values if our != their]
+        pairs = zip(self._values(), other._values(), strict=True)
+        differences = [f"{name} {our} ({ours}) and {their} ({theirs})" for (name, our), (_, their) in pairs if our != their]
         if differences:
             raise FailedPreconditionError("page layouts differ: " + "; ".join(differences), reason="LAYOUT_MISMATCH")
+
+    def _values(self) -> list[tuple[str, str]]:
+        """Name and text of each field that counts."""
+        values = [(item.name, getattr(self, item.name)) for item in fields(self) if item.compare]
+        return [(name, groups_text(value) if name == "groups" else str(value)) for name, value in values]
 
 
 class PageSource(Protocol):
     """Where pages are read from; any thread may call, for pages it holds a reference to."""
 
-    layout: PageLayout
+    layout: CacheLayout
 
-    def read(self, page: PageId, first_layer: int, num_layers: int) -> bytes:
-        """A copy of the layer range's bytes: payload, then scales, then zero points."""
+    def read(self, key: PageKey, place: Place, first_layer: int, num_layers: int) -> bytes:
+        """A copy of the layer range's bytes, as those of page `key`: payload, then scales, then zero points.
+
+        Layers count from the group's first. `key` and `place` differ in kind where a source without tails is read as
+        one that has them.
+        """
         ...
 
-    def converted(self, layout: PageLayout) -> "PageSource":
+    def converted(self, layout: CacheLayout) -> "PageSource":
         """The same pages as a pool of that layout holds them, for a `layout` that this one's `ships_to`."""
         ...
 
@@ -163,8 +237,8 @@ class PageSource(Protocol):
 class PageSink(Protocol):
     """Where pages are written to; any thread may call, for pages it holds a reference to."""
 
-    layout: PageLayout
+    layout: CacheLayout
 
-    def write(self, page: PageId, first_layer: int, num_layers: int, payload: bytes) -> None:
+    def write(self, place: Place, first_layer: int, num_layers: int, payload: bytes) -> None:
         """Copy a layer range's bytes, as `PageSource.read` gave them, into the page."""
         ...

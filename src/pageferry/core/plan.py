@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from pageferry.core.pool import PageId
+from pageferry.core.layout import Place
 from pageferry.core.sequence import FinishReason, Sequence
 
 
@@ -22,8 +22,8 @@ class Plan:
     """One step: first blank `fresh`, then copy `copies` (source, target), then compute `chunks` as one flat batch."""
 
     chunks: tuple[Chunk, ...]
-    fresh: tuple[PageId, ...] = ()
-    copies: tuple[tuple[PageId, PageId], ...] = ()
+    fresh: tuple[Place, ...] = ()
+    copies: tuple[tuple[Place, Place], ...] = ()
     preempted: tuple[Sequence, ...] = ()
 
     @property

@@ -6,6 +6,8 @@ from enum import Enum, auto
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
 
+NO_PAGE = PageId(-1)
+
 
 class FinishReason(Enum):
     STOP = "stop"
@@ -37,15 +39,18 @@ class WorkItem:
 class Sequence:
     """The one mutable object of a request, changed only by its scheduler, on the engine's thread.
 
-    `token_ids` is prompt plus output. Position p's keys and values are computed once `num_computed > p`, and lie in
-    `pages[p // page_size]`. A sequence that is ready to decode has `num_computed == len(token_ids) - 1`.
+    `token_ids` is prompt plus output. Position p's keys and values are computed once `num_computed > p`, and lie in page
+    `tables[group][p // page_size]`, or where the format has tails and that page isn't full, in `tail`. Pages behind a
+    group's window, and those not taken yet, are NO_PAGE. A sequence that is ready to decode has
+    `num_computed == len(token_ids) - 1`.
     """
 
     work: WorkItem
     arrival: float  # seconds, the worker's clock
     deadline: float | None = None
     token_ids: list[int] = field(default_factory=list)
-    pages: list[PageId] = field(default_factory=list)
+    tables: list[list[PageId]] = field(default_factory=list)  # of each cache group
+    tail: PageId | None = None  # the same in each group's pool of tails
     page_hashes: list[bytes] = field(default_factory=list)  # of full pages of `token_ids`, as far as known
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens first found in the prefix cache
