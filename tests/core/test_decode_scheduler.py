@@ -138,7 +138,7 @@ def test_an_abort_during_a_step_frees_the_pages_when_the_step_ends() -> None:
     receive(driver, one, other)
     plan = driver.scheduler.schedule(0.0)
     assert plan is not None
-    pages, result = list(one.pages), driver.model.run(plan)
+    pages, result = list(one.tables[0]), driver.model.run(plan)
     driver.scheduler.abort(one)
     assert {driver.pool.state(page) for page in pages} == {PageState.RESIDENT}
     driver.record(driver.scheduler.apply(plan, result, 0.0))

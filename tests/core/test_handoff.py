@@ -6,6 +6,7 @@ from ticket_parts import ID, LAYOUT, LEASE_S, issue, new_sequence, new_table, re
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
 from pageferry.core.handoff import MAX_REMEMBERED, TicketTable
 from pageferry.core.handoff_tables import SENDER_TABLE, TICKET_TABLE, SenderState, TicketEvent, TicketState, fire
+from pageferry.core.layout import PageKey, Place
 from pageferry.core.pool import PageId
 
 
@@ -14,9 +15,9 @@ def test_a_hand_off_from_ticket_to_use() -> None:
     ticket = issue(table)
     assert (ticket.state, len(table)) == (TicketState.RESERVED, 1)
     assert table.open(ID, LAYOUT, now=1.0) is ticket
-    table.receive(ticket, 1, 0, 2, now=2.0)
-    table.receive(ticket, 1, 2, 1, now=3.0)
-    table.receive(ticket, 2, 0, 3, now=4.0)
+    table.receive(ticket, PageKey(0, 1), 0, 2, now=2.0)
+    table.receive(ticket, PageKey(0, 1), 2, 1, now=3.0)
+    table.receive(ticket, PageKey(0, 2), 0, 3, now=4.0)
     table.commit(ticket, covered_tokens=10, now=5.0)
     assert (ticket.state, len(table)) == (TicketState.COMMITTED, 1)
     table.consume(ticket)
@@ -30,23 +31,17 @@ def test_both_sides_count_the_pages_of_the_prompt_alone(num_tokens: int, num_cac
     table = TicketTable(b"d1", LEASE_S, layout)
     num_pages = -(-num_tokens // 16)
     sequence = new_sequence(num_tokens, [PageId(index) for index in range(num_pages + 1)])
-    for wrong in (num_pages - num_cached_pages - 1, num_pages - num_cached_pages + 1):
-        with pytest.raises(AssertionError, match=f"{num_tokens} tokens are {num_pages} pages, not {num_cached_pages}"):
-            table.issue(
-                ID, sequence, first_page=num_cached_pages, num_pages=wrong, covered_tokens=num_tokens, deadline=None
-            )
-    ticket = table.issue(
-        ID,
-        sequence,
-        first_page=num_cached_pages,
-        num_pages=num_pages - num_cached_pages,
-        covered_tokens=num_tokens,
-        deadline=None,
-    )
+    places = {PageKey(0, index): Place(0, PageId(index)) for index in range(num_cached_pages, num_pages)}
+    last = PageKey(0, num_pages - 1)
+    without_last = {key: place for key, place in places.items() if key != last}
+    for wrong in (without_last, {**places, PageKey(0, num_pages): Place(0, PageId(num_pages))}):
+        with pytest.raises(AssertionError, match=f"{num_tokens} tokens end with .*index={num_pages - 1}"):
+            table.issue(ID, sequence, places=wrong, covered_tokens=num_tokens, deadline=None)
+    ticket = table.issue(ID, sequence, places=places, covered_tokens=num_tokens, deadline=None)
     sequence.append(7)  # the token that the sender sampled is in no page yet
     table.open(ID, layout, now=0.0)
     for page_index in range(num_cached_pages, num_pages):
-        table.receive(ticket, page_index, 0, layout.num_layers, now=0.0)
+        table.receive(ticket, PageKey(0, page_index), 0, layout.num_layers, now=0.0)
     with pytest.raises(FailedPreconditionError, match=f"covered_tokens is {num_tokens + 1}, {num_tokens} are expected"):
         table.commit(ticket, num_tokens + 1, now=0.0)
     table.commit(ticket, num_tokens, now=0.0)
@@ -99,8 +94,8 @@ def test_layouts_that_differ_are_refused_with_both_values() -> None:
 @pytest.mark.parametrize(
     ("page_index", "first_layer", "num_layers", "field"),
     [
-        (0, 0, 3, "frame.page_index is 0, must be from 1 to 2"),
-        (3, 0, 3, "frame.page_index is 3, must be from 1 to 2"),
+        (0, 0, 3, r"page_index, kind is \(0, 0, 'page'\), must be one of the 2 to receive"),
+        (3, 0, 3, r"page_index, kind is \(0, 3, 'page'\), must be one of the 2 to receive"),
         (1, 0, 4, r"frame.first_layer, num_layers is \(0, 4\)"),
         (1, 3, 1, r"frame.first_layer, num_layers is \(3, 1\)"),
         (1, -1, 2, r"frame.first_layer, num_layers is \(-1, 2\)"),
@@ -112,7 +107,7 @@ def test_a_frame_out_of_range_is_refused(page_index: int, first_layer: int, num_
     ticket = issue(table)
     table.open(ID, LAYOUT, now=0.0)
     with pytest.raises(InvalidArgumentError, match=field):
-        table.receive(ticket, page_index, first_layer, num_layers, now=0.0)
+        table.receive(ticket, PageKey(0, page_index), first_layer, num_layers, now=0.0)
     assert ticket.arrived == {}
 
 
@@ -121,10 +116,10 @@ def test_a_layer_that_comes_twice_is_refused(first_layer: int, num_layers: int) 
     table = new_table()
     ticket = issue(table)
     table.open(ID, LAYOUT, now=0.0)
-    table.receive(ticket, 1, 0, 2, now=0.0)
+    table.receive(ticket, PageKey(0, 1), 0, 2, now=0.0)
     with pytest.raises(InvalidArgumentError, match=r"some of its layers .* have come before"):
-        table.receive(ticket, 1, first_layer, num_layers, now=0.0)
-    table.receive(ticket, 1, 2, 1, now=0.0)
+        table.receive(ticket, PageKey(0, 1), first_layer, num_layers, now=0.0)
+    table.receive(ticket, PageKey(0, 1), 2, 1, now=0.0)
 
 
 def test_a_hand_off_that_lacks_a_page_is_never_committed() -> None:
@@ -132,8 +127,8 @@ def test_a_hand_off_that_lacks_a_page_is_never_committed() -> None:
     ticket = issue(table, num_tokens=24, num_cached_pages=0)
     table.open(ID, LAYOUT, now=0.0)
     for page_index in (0, 1, 2, 4, 5):
-        table.receive(ticket, page_index, 0, 3, now=0.0)
-    table.receive(ticket, 3, 0, 2, now=0.0)
+        table.receive(ticket, PageKey(0, page_index), 0, 3, now=0.0)
+    table.receive(ticket, PageKey(0, 3), 0, 2, now=0.0)
     with pytest.raises(FailedPreconditionError, match="5 of 6 pages came whole") as caught:
         table.commit(ticket, 24, now=0.0)
     assert caught.value.reason == "PAGES_MISSING"

@@ -8,13 +8,19 @@ from ticket_parts import ID, LAYOUT, issue, new_sequence, new_table, receive_all
 from pageferry.core.errors import FailedPreconditionError
 from pageferry.core.handoff import Ticket, TicketTable
 from pageferry.core.handoff_tables import TicketState
+from pageferry.core.layout import PageKey, Place
 from pageferry.core.pool import PagePool
+from pageferry.core.sequence import Sequence
+
+
+def first_three(sequence: Sequence) -> dict[PageKey, Place]:
+    return {PageKey(0, index): Place(0, sequence.tables[0][index]) for index in range(3)}
 
 
 def late_messages_are_refused(table: TicketTable, ticket: Ticket, state: str) -> None:
     messages: list[Callable[[], object]] = [
         lambda: table.open(ticket.id, LAYOUT, now=50.0),
-        lambda: table.receive(ticket, 1, 0, 3, now=50.0),
+        lambda: table.receive(ticket, PageKey(0, 1), 0, 3, now=50.0),
         lambda: table.renew(ticket, now=50.0),
         lambda: table.commit(ticket, 10, now=50.0),
     ]
@@ -40,9 +46,9 @@ def test_every_message_renews_the_lease_but_not_beyond_the_deadline() -> None:
     assert table.next_expiry() == 30.0
     table.renew(ticket, now=20.0)
     assert table.next_expiry() == 50.0
-    table.receive(ticket, 1, 0, 3, now=35.0)
+    table.receive(ticket, PageKey(0, 1), 0, 3, now=35.0)
     assert table.next_expiry() == 65.0
-    table.receive(ticket, 2, 0, 3, now=60.0)
+    table.receive(ticket, PageKey(0, 2), 0, 3, now=60.0)
     assert table.next_expiry() == 70.0
 
 
@@ -63,14 +69,14 @@ def test_a_commit_after_the_lease_is_refused_even_before_expiry_is_noticed() -> 
     pages = pool.allocate(4, reserved=True)
     assert pages is not None
     sequence = new_sequence(10, pages)
-    ticket = table.issue(ID, sequence, first_page=0, num_pages=3, covered_tokens=10, deadline=None)
+    ticket = table.issue(ID, sequence, places=first_three(sequence), covered_tokens=10, deadline=None)
     table.open(ID, LAYOUT, now=0.0)
     receive_all(table, ticket, now=0.5)
     with pytest.raises(FailedPreconditionError, match="is expired: commit is refused") as caught:
         table.commit(ticket, 10, now=5.0)
     assert caught.value.reason == "HANDOFF_EXPIRED"
     assert [expired.sequence for expired in table.expire(5.0)] == [sequence]
-    pool.release(sequence.pages)
+    pool.release(sequence.tables[0])
     assert set(pool.allocate(4) or ()) == set(pages)  # others have them now
     late_messages_are_refused(table, ticket, "expired")
     with pytest.raises(AssertionError, match="is expired and has no consume"):
@@ -85,11 +91,10 @@ def test_a_cancel_in_mid_transfer_ends_the_ticket_and_late_messages_are_refused(
         pages = pool.allocate(4, reserved=True)
         assert pages is not None
         ticket_id = attempt.to_bytes(16)
-        ticket = table.issue(
-            ticket_id, new_sequence(10, pages), first_page=0, num_pages=3, covered_tokens=10, deadline=None
-        )
+        sequence = new_sequence(10, pages)
+        ticket = table.issue(ticket_id, sequence, places=first_three(sequence), covered_tokens=10, deadline=None)
         table.open(ticket_id, LAYOUT, now=attempt)
-        table.receive(ticket, 0, 0, 3, now=attempt)
+        table.receive(ticket, PageKey(0, 0), 0, 3, now=attempt)
         table.abort(ticket)
         table.abort(ticket)
         pool.release(pages)

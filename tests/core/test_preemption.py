@@ -4,8 +4,10 @@ from itertools import pairwise
 
 from scheduling import decode, golden, hold, layout, prompt, receive, reserve, sequence, stepped
 
+from pageferry.core.claims import held_places
+from pageferry.core.layout import Place
 from pageferry.core.page_tables import PageTables
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.preemption import margin, running_order
 from pageferry.core.sequence import Sequence, SequenceStatus
 from pageferry.core.sequence_queues import RETRY_S, SequenceQueue
@@ -33,19 +35,19 @@ def test_page_shortage_with_late_frees_preempts_no_more_and_goes_on() -> None:
     driver = decode(num_pages=16, headroom_pages=0)
     streams = [sequence(prompt(28, number), max_tokens=60, arrival=number) for number in range(8)]
     receive(driver, *streams)
-    held: list[int] = []
+    held: list[Place] = []
     num_emitted, num_victims = [], []
     for number in range(2000):
-        pages = [page for one in streams for page in one.pages] if number % 3 else []
-        late, held = held, hold(driver.pool, pages)  # type: ignore[arg-type]
-        driver.pool.release(late)  # type: ignore[arg-type]
+        pages = [place for one in streams for place in held_places(one)] if number % 3 else []
+        late, held = held, hold(driver.pools, pages)
+        driver.pools.release(late)
         plan = driver.step()
         num_emitted.append(sum(map(len, driver.outputs.values())))
         if plan is not None and plan.preempted:
             num_victims.append(len(plan.preempted))
         if len(driver.ended) == 8:
             break
-    driver.pool.release(held)  # type: ignore[arg-type]
+    driver.pools.release(held)
     assert num_victims[0] == 3  # of two pages each, for the other five's need
     assert max(num_victims) == 3
     assert all(later > earlier for earlier, later in pairwise(num_emitted[::20]))
@@ -59,11 +61,11 @@ def test_pages_that_copies_hold_are_not_preempted_for() -> None:
     driver = decode(num_pages=4, headroom_pages=0)
     streams = [sequence(prompt(32, number), max_tokens=20, arrival=number) for number in range(2)]
     receive(driver, *streams)
-    held = hold(driver.pool, streams[1].pages)
+    held = hold(driver.pools, held_places(streams[1]))
     assert driver.step() is None
     assert streams[1].num_preemptions == 0
     assert driver.scheduler.next_wakeup(0.0) == RETRY_S
-    driver.pool.release(held)
+    driver.pools.release(held)
     driver.run()
     for one in streams:
         driver.check_golden(one)
@@ -178,18 +180,18 @@ def test_urgent_work_leaves_no_margin_while_lower_priorities_go_first() -> None:
     receive(driver, best, low)
     for _ in range(17):
         driver.step()
-    assert (len(best.pages), len(low.pages), driver.pool.num_available) == (4, 3, 1)
+    assert (len(best.tables[0]), len(low.tables[0]), driver.pool.num_available) == (4, 3, 1)
     urgent = sequence(prompt(10, 3), priority=1)
     assert reserve(driver, urgent)
     assert low.num_preemptions == 0
 
 
 def test_the_margin_doubles_with_each_preemption_up_to_what_the_others_may_need() -> None:
-    pool = PagePool(100)
-    tables, running = PageTables(pool, layout(), prefix_cache=False), SequenceQueue()
+    tables = PageTables(PagePools(layout(), [100]), layout(), prefix_cache=False, chunk_tokens=64)
+    running = SequenceQueue()
     for number, max_tokens in enumerate((1000, 33, 1)):
         one = sequence(prompt(16, number), max_tokens=max_tokens)
-        tables.take(one, tables.claim(one))
+        tables.take(one, tables.claims.to_compute(one, 16))
         running.add(one, running_order(one))
     later = sequence(prompt(16, 9), arrival=1.0)
     margins = []

@@ -3,6 +3,7 @@
 import pytest
 from scheduling import hold, prefill, prompt, sequence, shares
 
+from pageferry.core.claims import held_places
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
 from pageferry.core.pool import PageState
 from pageferry.core.sequence import FinishReason, Sequence, SequenceStatus
@@ -51,7 +52,7 @@ def test_pages_taken_are_those_of_the_prompt(num_tokens: int, cached: bool) -> N
         driver.add(one)
         plan = driver.scheduler.schedule(0.0)
         assert plan is not None
-        assert len(one.pages) == -(-num_tokens // 16)
+        assert len(one.tables[0]) == -(-num_tokens // 16)
         driver.record(driver.scheduler.apply(plan, driver.model.run(plan), 0.0))
     assert one.num_cached == ((num_tokens - 1) // 16 * 16 if num_tokens % 16 else num_tokens - 1) * cached
     driver.check_idle()
@@ -153,13 +154,13 @@ def test_pages_that_a_transfer_holds_are_waited_for() -> None:
     driver.add(first)
     plan = driver.scheduler.schedule(0.0)
     assert plan is not None
-    held = hold(driver.pool, first.pages)
+    held = hold(driver.pools, held_places(first))
     driver.record(driver.scheduler.apply(plan, driver.model.run(plan), 0.0))
     driver.add(second)
     assert driver.scheduler.next_wakeup(0.0) == 0.0
     assert driver.step() is None
     assert driver.scheduler.next_wakeup(0.0) == RETRY_S
-    driver.pool.release(held)
+    driver.pools.release(held)
     driver.run()
     driver.check_golden(second)
     driver.check_idle()
@@ -182,7 +183,7 @@ def test_an_abort_during_a_step_frees_the_pages_when_the_step_ends() -> None:
     driver.add(one, other)
     plan = driver.scheduler.schedule(0.0)
     assert plan is not None
-    pages, result = list(one.pages), driver.model.run(plan)
+    pages, result = list(one.tables[0]), driver.model.run(plan)
     driver.scheduler.abort(one)
     assert {driver.pool.state(page) for page in pages} == {PageState.RESIDENT}
     driver.record(driver.scheduler.apply(plan, result, 0.0))

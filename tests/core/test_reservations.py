@@ -3,6 +3,7 @@
 import pytest
 from scheduling import decode, hold, prompt, receive, reserve, sequence
 
+from pageferry.core.claims import held_places
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageState
@@ -13,7 +14,7 @@ def test_received_pages_decode_from_the_sender_s_token_on() -> None:
     driver = decode()
     one = sequence(prompt(40), max_tokens=30)
     assert reserve(driver, one)
-    assert (one.status, len(one.pages), driver.pool.num_reserved) == (SequenceStatus.RECEIVING, 4, 4)
+    assert (one.status, len(one.tables[0]), driver.pool.num_reserved) == (SequenceStatus.RECEIVING, 4, 4)
     assert driver.step() is None
     driver.receive(one)
     assert (len(driver.outputs[one]), driver.pool.num_reserved, driver.pool.num_resident) == (1, 0, 4)
@@ -31,7 +32,7 @@ def test_pages_reserved_are_those_of_the_prompt_cached_or_not(num_tokens: int, w
     for attempt in range(2):
         one = sequence(prompt(num_tokens), max_tokens=20)
         assert reserve(driver, one)
-        assert len(one.pages) == -(-num_tokens // 16)
+        assert len(one.tables[0]) == -(-num_tokens // 16)
         assert one.num_cached == one.num_computed == (num_tokens - 1) // 16 * 16 * attempt
         driver.receive(one, with_first=with_first)
         driver.run()
@@ -44,7 +45,7 @@ def test_headroom_is_taken_with_the_reservation_but_never_beyond_need() -> None:
     long, short = sequence(prompt(30, 1), max_tokens=100), sequence(prompt(30, 2), max_tokens=2)
     assert reserve(driver, long)
     assert reserve(driver, short)
-    assert (len(long.pages), len(short.pages)) == (5, 2)
+    assert (len(long.tables[0]), len(short.tables[0])) == (5, 2)
 
 
 def test_the_first_token_may_end_it_at_once() -> None:
@@ -60,11 +61,11 @@ def test_a_reservation_without_room_changes_nothing() -> None:
     driver = decode(num_pages=6, max_num_seqs=2)
     first = sequence(prompt(40, 1), max_tokens=20)
     assert reserve(driver, first)
-    assert len(first.pages) == 4
+    assert len(first.tables[0]) == 4
     large, small, third = (sequence(prompt(size, size), max_tokens=2) for size in (40, 20, 1))
     for _ in range(2):
         assert not reserve(driver, large)
-        assert (large.pages, large.status, driver.pool.num_available) == ([], SequenceStatus.WAITING, 2)
+        assert (large.tables, large.status, driver.pool.num_available) == ([], SequenceStatus.WAITING, 2)
     assert reserve(driver, small)
     assert not reserve(driver, third), "slots are taken from the reservation on"
     driver.scheduler.abort(first)
@@ -81,7 +82,7 @@ def test_a_reservation_leaves_the_running_their_headroom() -> None:
     receive(driver, stream)
     for _ in range(20):
         driver.step()
-    assert len(stream.pages) == 4
+    assert len(stream.tables[0]) == 4
     newcomer = sequence(prompt(64, 2), max_tokens=1)
     assert not reserve(driver, newcomer)
     small = sequence(prompt(48, 3), max_tokens=1)
@@ -150,10 +151,10 @@ def test_reserved_pages_stay_reserved_until_the_copy_into_them_ends() -> None:
     driver = decode()
     one = sequence(prompt(40), max_tokens=9)
     assert reserve(driver, one)
-    copied = hold(driver.pool, one.pages[:2])
+    copied = hold(driver.pools, held_places(one)[:2])
     driver.scheduler.abort(one)
-    assert {driver.pool.state(page) for page in copied} == {PageState.RESERVED}
-    driver.pool.release(copied)
+    assert {driver.pool.state(place.page) for place in copied} == {PageState.RESERVED}
+    driver.pools.release(copied)
     driver.check_idle()
 
 

@@ -3,7 +3,8 @@ below ----, what came of them.
 
 `pytest --rewrite` writes the outcome anew; read the difference before committing it. Commands:
 
-    prefill|decode FIELD=VALUE…     a new scheduler; fields of SchedulerConfig, and pages, page_size
+    prefill|decode FIELD=VALUE…     a new scheduler; fields of SchedulerConfig, and pages (N,N… of each group),
+                                    page_size, groups (as cache_layers, a layer each), format, tails
     add|reserve NAME tokens=N …     like=OTHER begins with the same tokens; max_tokens, priority, deadline
     receive NAME                    all pages of a reserved one have come
     step [N]                        that many steps: chunks name[start:end], ! where they sample | pages | out
@@ -20,9 +21,9 @@ from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import PageferryError
 from pageferry.core.plan import Ended, Plan
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
-from pageferry.core.sequence import Sequence
+from pageferry.core.sequence import NO_PAGE, Sequence
 
 FOLDER = Path(__file__).parent.parent / "scenarios"
 SCENARIOS = sorted([*FOLDER.glob("prefill_*.txt"), *FOLDER.glob("decode_*.txt")])
@@ -38,7 +39,7 @@ class Scenario:
     def play(self, line: str) -> list[str]:
         words = line.split()
         names = [word for word in words[1:] if "=" not in word]
-        options = dict(word.split("=") for word in words[1:] if "=" in word)
+        options = dict(word.split("=", 1) for word in words[1:] if "=" in word)
         try:
             return list(getattr(self, f"do_{words[0]}")(*names, **options))
         except PageferryError as error:
@@ -51,10 +52,12 @@ class Scenario:
         return self.start(DecodeScheduler, options)
 
     def start(self, kind: type[PrefillScheduler] | type[DecodeScheduler], options: dict[str, str]) -> list[str]:
-        pool, page_size = PagePool(int(options.pop("pages"))), int(options.pop("page_size", "16"))
+        of = layout(int(options.pop("page_size", "16")), options.pop("groups", "0=full"), options.pop("format", "int8"))
+        num_pages = [int(number) for number in options.pop("pages").split(",")]
+        pools = PagePools(of, num_pages, int(options.pop("tails", "0")))
         fields = {name: float(value) if "." in value else int(value) for name, value in options.items()}
-        scheduler = kind(SchedulerConfig(**fields), pool, layout(page_size))  # type: ignore[arg-type]
-        self.driver = Driver(scheduler, pool, page_size)
+        scheduler = kind(SchedulerConfig(**fields), pools, of)  # type: ignore[arg-type]
+        self.driver = Driver(scheduler, pools, of)
         return []
 
     def do_add(self, name: str, **options: str) -> list[str]:
@@ -65,7 +68,8 @@ class Scenario:
         one = self.make(name, **options)
         assert isinstance(self.driver.scheduler, DecodeScheduler)
         if self.driver.scheduler.reserve(one, self.driver.now):
-            yield f"{len(one.pages)} pages, {one.num_cached} tokens cached"
+            held = " + ".join(str(sum(page != NO_PAGE for page in table)) for table in one.tables)
+            yield f"{held} pages, {one.num_cached} tokens cached"
         else:
             yield "no room"
 
@@ -98,9 +102,8 @@ class Scenario:
         return ["never" if seconds is None else f"in {seconds:.3f} s"]
 
     def do_pool(self) -> list[str]:
-        pool = self.driver.pool
-        counts = {name: getattr(pool, f"num_{name}") for name in ("free", "cached", "reserved", "resident")}
-        return [", ".join(f"{number} {name}" for name, number in counts.items())]
+        names = ("free", "cached", "reserved", "resident")
+        return [", ".join(f"{getattr(pool, f'num_{name}')} {name}" for name in names) for pool in self.driver.pools.all]
 
     def make(self, name: str, *, tokens: str, like: str | None = None, **options: str) -> Sequence:
         self.variants[name] = len(self.variants) if like is None else self.variants[like]

@@ -2,27 +2,28 @@ import pytest
 
 from pageferry.core.errors import FailedPreconditionError
 from pageferry.core.handoff_tables import SenderState
+from pageferry.core.layout import PageKey
 from pageferry.core.sender import HandoffStats, Sender
 
 
 def shipping() -> Sender:
     sender = Sender()
     sender.open()
-    sender.ship(0)
+    sender.ship(PageKey(0, 0))
     return sender
 
 
 def test_a_push_of_two_pages_hidden_behind_compute() -> None:
     sender = Sender()
     sender.open()
-    sender.ship(3)
+    sender.ship(PageKey(0, 3))
     sender.sent(100, now=1.0)
     sender.sent(20, now=2.0)
     assert sender.num_in_flight == 2
     sender.acked(1, now=3.0)
     sender.acked(2, now=4.0)  # 3 s with a frame in flight, then none
     sender.compute_ended(now=6.0)
-    sender.ship(4)
+    sender.ship(PageKey(0, 4))
     sender.sent(100, now=6.0)
     sender.acked(3, now=6.5)
     sender.commit()
@@ -70,13 +71,13 @@ def test_an_acknowledgement_that_cannot_be_is_refused(num_frames: int) -> None:
 
 def test_a_page_is_shipped_once_and_only_while_the_push_is_open() -> None:
     with pytest.raises(AssertionError, match="push is idle and has no ship"):
-        Sender().ship(0)
+        Sender().ship(PageKey(0, 0))
     sender = shipping()
-    with pytest.raises(AssertionError, match="page 0 is shipped twice"):
-        sender.ship(0)
+    with pytest.raises(AssertionError, match="PageKey.* is shipped twice"):
+        sender.ship(PageKey(0, 0))
     sender.commit()
     with pytest.raises(AssertionError, match="push is committing and has no ship"):
-        sender.ship(1)
+        sender.ship(PageKey(0, 1))
 
 
 def test_a_push_without_pages_is_not_committed() -> None:
@@ -99,14 +100,14 @@ def test_a_receiver_out_of_turn_is_refused() -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
 def test_after_an_abort_everything_is_late_and_nothing_is_a_mistake(num_steps: int) -> None:
     sender = Sender()
-    for step in (sender.open, lambda: sender.ship(0), sender.commit)[:num_steps]:
+    for step in (sender.open, lambda: sender.ship(PageKey(0, 0)), sender.commit)[:num_steps]:
         step()
     sender.abort()
     sender.abort()
     assert sender.state is SenderState.ABORTED
     late = (
         sender.open,
-        lambda: sender.ship(1),
+        lambda: sender.ship(PageKey(0, 1)),
         lambda: sender.acked(0, now=0.0),
         sender.commit,
         lambda: sender.committed(now=0.0),

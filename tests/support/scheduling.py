@@ -1,9 +1,11 @@
 """Drives a scheduler with a model whose keys and values are a chain over the tokens, so that any mix-up shows.
 
-The value of position p depends on all tokens up to p. A page that was evicted in use, shared in the wrong place or not
-blanked fails an assertion in the model, or gives tokens other than `golden`'s.
+The value of position p depends on all tokens up to p. A page that was evicted in use, given back while its window is
+still read, shared in the wrong place or not blanked fails an assertion in the model, or gives tokens other than
+`golden`'s.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
@@ -11,19 +13,23 @@ from itertools import count
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup, parse_groups
+from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.plan import Ended, Output, Plan, SampledToken, SampleFailure, StepResult
-from pageferry.core.pool import PageId, PagePool, PageState
+from pageferry.core.pool import PagePool, PageState
+from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.core.sequence import Sequence, SequenceStatus, WorkItem
+from pageferry.core.sequence import NO_PAGE, Sequence, SequenceStatus, WorkItem
 
 VOCABULARY = 50_000
 _names = count()
 
 
-def layout(page_size: int = 16) -> PageLayout:
-    return PageLayout("test", PageFormat.parse("int8"), page_size, num_layers=1, num_kv_heads=1, head_dim=8)
+def layout(page_size: int = 16, groups: str = "0=full", page_format: str = "int8") -> CacheLayout:
+    """The groups have a layer each."""
+    parsed = parse_groups(groups, groups.count("=") if groups else 1, None)
+    return CacheLayout("test", PageFormat.parse(page_format), page_size, 1, 8, parsed)
 
 
 def prompt(num_tokens: int, variant: int = 0) -> tuple[int, ...]:
@@ -75,10 +81,10 @@ def golden(work: WorkItem) -> list[int]:
 class ChainModel:
     """A Runner that checks everything that it reads and writes."""
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
-        self._pool = pool
-        self._page_size = page_size
-        self.pages: list[list[int | None]] = [[-1] * page_size for _ in range(pool.num_pages)]
+    def __init__(self, pools: PagePools, layout: CacheLayout) -> None:
+        self._pools = pools
+        self._layout = layout
+        self.pages: dict[Place, list[int | None]] = defaultdict(lambda: [-1] * layout.page_size)
         self._chains: dict[Sequence, list[int]] = {}
         self.failing: set[Sequence] = set()
 
@@ -91,13 +97,15 @@ class ChainModel:
     def run(self, plan: Plan) -> StepResult:
         assert len({chunk.sequence for chunk in plan.chunks}) == len(plan.chunks) > 0
         assert len(set(plan.fresh)) == len(plan.fresh)
-        for page in plan.fresh:
-            self.pages[page] = [None] * self._page_size
+        for place in plan.fresh:
+            self.pages[place] = [None] * self._layout.page_size
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
+        self._check_writers(plan)
         samples: list[SampledToken | SampleFailure] = []
         for chunk in plan.chunks:
-            self._compute(chunk.sequence, chunk.start, chunk.start + chunk.num_tokens)
+            for number, group in enumerate(self._layout.groups):
+                self._compute(chunk.sequence, number, group, chunk.start, chunk.start + chunk.num_tokens)
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(chunk.sequence.token_ids))
             if chunk.samples:
                 samples.append(self.sample(chunk.sequence))
@@ -108,27 +116,56 @@ class ChainModel:
             return SampleFailure("logits are not numbers")
         return SampledToken(_draw(self.chain(sequence)[-1], sequence.num_output))
 
-    def receive(self, sequence: Sequence) -> None:
+    def receive(self, sequence: Sequence, expected: dict[PageKey, Place]) -> None:
         """Fill a reserved sequence's pages as a sender would."""
-        chain, size = self.chain(sequence), self._page_size
-        for index in range(sequence.num_cached // size, -(-len(chain) // size)):
-            page = sequence.pages[index]
-            assert self._pool.state(page) is PageState.RESERVED
-            values = chain[index * size : (index + 1) * size]
-            self.pages[page] = [*values, *[None] * (size - len(values))]
+        for key, place in expected.items():
+            assert self._pools.of(place).state(place.page) is PageState.RESERVED
+            self.pages[place] = self.content(sequence, key)
 
-    def _compute(self, sequence: Sequence, start: int, end: int) -> None:
-        chain, size = self.chain(sequence), self._page_size
-        assert sequence.num_computed == start < end <= len(chain)
-        for index in range(-(-end // size)):
-            page, first = sequence.pages[index], index * size
-            assert self._pool.state(page) is PageState.RESIDENT
-            num_known = min(max(start - first, 0), size)
-            assert self.pages[page][:num_known] == chain[first : first + num_known], f"page {page} is another's"
-            for slot in range(num_known, min(end - first, size)):
-                value = chain[first + slot]
-                assert self.pages[page][slot] in (None, value), f"page {page} is written over"
-                self.pages[page][slot] = value
+    def content(self, sequence: Sequence, key: PageKey) -> list[int | None]:
+        """What the page holds once all of the tokens are computed."""
+        size = self._layout.page_size
+        values = self._values(sequence, key.group)[key.index * size : (key.index + 1) * size]
+        return [*values, *[None] * (size - len(values))]
+
+    def _values(self, sequence: Sequence, group: int) -> list[int]:
+        """A chain for each group, so that they can't be mixed up."""
+        return [2 * value + group for value in self.chain(sequence)]
+
+    def _check_writers(self, plan: Plan) -> None:
+        """No two sequences of a step write to one page."""
+        size, written = self._layout.page_size, set()
+        for chunk in plan.chunks:
+            for number, table in enumerate(chunk.sequence.tables):
+                for page in table[chunk.start // size : self._layout.num_pages(chunk.start + chunk.num_tokens)]:
+                    place = Place(number, page)
+                    assert place not in written, f"{place} has two writers"
+                    written.add(place)
+
+    def _compute(self, sequence: Sequence, number: int, group: CacheGroup, start: int, end: int) -> None:
+        values, size = self._values(sequence, number), self._layout.page_size
+        assert sequence.num_computed == start < end <= len(values)
+        for index in group.live_pages(start, end, size):
+            first = index * size
+            assert sequence.tables[number][index] != NO_PAGE, f"page {index} of group {number} is needed"
+            place = Place(number, sequence.tables[number][index])
+            assert self._pools.of(place).state(place.page) is PageState.RESIDENT
+            is_open = bool(self._layout.tails) and first + size > start  # in the tail until it is full
+            source = self._tail(sequence, number) if is_open else place
+            known = values[first : min(max(start, first), first + size)]
+            assert self.pages[source][: len(known)] == known, f"{source} is another's"
+            content: list[int | None] = list(self.pages[place])
+            for slot in range(len(known), min(end - first, size)):
+                assert is_open or content[slot] in (None, values[first + slot]), f"{place} is written over"
+                content[slot] = values[first + slot]
+            if not is_open or first + size <= end:
+                self.pages[place] = [*known, *content[len(known) :]]
+            else:
+                self.pages[self._tail(sequence, number)] = [*known, *content[len(known) : end - first]]
+
+    def _tail(self, sequence: Sequence, group: int) -> Place:
+        assert sequence.tail is not None
+        return Place(group, sequence.tail, is_tail=True)
 
 
 @dataclass
@@ -136,15 +173,20 @@ class Driver:
     """Steps a scheduler and keeps what came out of it."""
 
     scheduler: PrefillScheduler | DecodeScheduler
-    pool: PagePool
-    page_size: int = 16
+    pools: PagePools
+    layout: CacheLayout
     now: float = 0.0
     plans: list[Plan] = field(default_factory=list)
     outputs: dict[Sequence, list[int]] = field(default_factory=dict)
     ended: dict[Sequence, Ended] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model = ChainModel(self.pool, self.page_size)
+        self.model = ChainModel(self.pools, self.layout)
+
+    @property
+    def pool(self) -> PagePool:
+        """That of the first group."""
+        return self.pools.groups[0]
 
     def add(self, *sequences: Sequence) -> None:
         for one in sequences:
@@ -153,7 +195,7 @@ class Driver:
     def receive(self, one: Sequence, *, with_first: bool = True) -> None:
         """Do what a push and its commit do."""
         assert isinstance(self.scheduler, DecodeScheduler)
-        self.model.receive(one)
+        self.model.receive(one, self.scheduler.tables.expected(one))
         first = self.model.sample(one) if with_first else None
         assert not isinstance(first, SampleFailure)
         self.record(self.scheduler.activate(one, first, self.now))
@@ -164,7 +206,7 @@ class Driver:
         if plan is not None:
             self.plans.append(plan)
             self.record(self.scheduler.apply(plan, self.model.run(plan), self.now))
-        self.pool.check_integrity()
+        self.pools.check_integrity()
         return plan
 
     def run(self, max_steps: int = 10_000) -> None:
@@ -186,7 +228,7 @@ class Driver:
     def end(self, ended: Ended) -> None:
         assert ended.sequence not in self.ended, "ended twice"
         assert ended.sequence.status is SequenceStatus.FINISHED
-        assert not ended.sequence.pages
+        assert not ended.sequence.tables and ended.sequence.tail is None
         self.ended[ended.sequence] = ended
 
     def check_golden(self, one: Sequence) -> None:
@@ -199,27 +241,33 @@ class Driver:
         """Nothing waits or runs, and every page is free or cached."""
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.queued_prompt_tokens == 0
-        assert self.pool.num_available == self.pool.num_pages
+        assert self.pools.num_available == self.pools.num_pages
         assert self.scheduler.next_wakeup(self.now) is None
 
 
-def hold(pool: PagePool, pages: Iterable[PageId]) -> list[PageId]:
+def hold(pools: PagePools, places: Iterable[Place]) -> list[Place]:
     """Take references as a transfer does; release the result."""
-    held = list(pages)
-    pool.acquire(held)
+    held = list(places)
+    pools.acquire(held)
     return held
 
 
-def prefill(num_pages: int = 64, page_size: int = 16, **config: float) -> Driver:
-    pool = PagePool(num_pages)
-    scheduler = PrefillScheduler(SchedulerConfig(**config), pool, layout(page_size))  # type: ignore[arg-type]
-    return Driver(scheduler, pool, page_size)
+def prefill(num_pages: int | tuple[int, ...] = 64, of: CacheLayout | None = None, **config: float) -> Driver:
+    return _driver(PrefillScheduler, num_pages, of or layout(), config)
 
 
-def decode(num_pages: int = 64, page_size: int = 16, **config: float) -> Driver:
-    pool = PagePool(num_pages)
-    scheduler = DecodeScheduler(SchedulerConfig(**config), pool, layout(page_size))  # type: ignore[arg-type]
-    return Driver(scheduler, pool, page_size)
+def decode(num_pages: int | tuple[int, ...] = 64, of: CacheLayout | None = None, **config: float) -> Driver:
+    return _driver(DecodeScheduler, num_pages, of or layout(), config)
+
+
+def _driver(
+    kind: type[PrefillScheduler] | type[DecodeScheduler],
+    num_pages: int | tuple[int, ...],
+    of: CacheLayout,
+    config: dict[str, float],
+) -> Driver:
+    pools = PagePools(of, (num_pages,) if isinstance(num_pages, int) else num_pages, 8 if of.tails else 0)
+    return Driver(kind(SchedulerConfig(**config), pools, of), pools, of)  # type: ignore[arg-type]
 
 
 def reserve(driver: Driver, one: Sequence) -> bool:

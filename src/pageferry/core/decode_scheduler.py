@@ -5,11 +5,11 @@ from functools import partial
 from itertools import takewhile
 from operator import is_not
 
+from pageferry.core.claims import Claim
 from pageferry.core.config import SchedulerConfig
-from pageferry.core.layout import PageLayout
-from pageferry.core.page_tables import Claim
+from pageferry.core.layout import CacheLayout
 from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, SampleFailure, StepResult
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.preemption import choose_victims, margin, max_positions, num_growth, running_order, waiting_order
 from pageferry.core.scheduler import LocalPrefill, Scheduler, end_step, start_step
 from pageferry.core.sequence import Sequence, SequenceStatus
@@ -26,9 +26,9 @@ class DecodeScheduler(Scheduler):
     sits the step out. For a slot or pages of newcomers only sequences of lower priority are preempted.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
-        super().__init__(config, pool, layout)  # those that wait are in `waiting_order`
-        self._prefill = LocalPrefill(config, self._tables)
+    def __init__(self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout) -> None:
+        super().__init__(config, pools, layout, config.local_chunk_tokens)  # those that wait are in `waiting_order`
+        self._prefill = LocalPrefill(config, self.tables)
         self._running = SequenceQueue()  # by priority, arrival
         self._receiving: set[Sequence] = set()
         self._preempted: list[Sequence] = []  # since the last plan
@@ -59,9 +59,8 @@ class DecodeScheduler(Scheduler):
     def reserve(self, sequence: Sequence, now: float) -> bool:
         """Take a slot, references on cached pages, and reserved pages for the other tokens plus headroom.
 
-        Pages from index `num_cached // page_size` to the last of the tokens are the sender's to fill. False, with
-        nothing changed, where there is no room now. Raises InvalidArgumentError if there never will be. The caller
-        activates or aborts it.
+        `tables.expected` are the sender's to fill. False, with nothing changed, where there is no room now. Raises
+        InvalidArgumentError if there never will be. The caller activates or aborts it.
         """
         self._check_fits(sequence)
         if self._goes_after_waiting(sequence):
@@ -70,7 +69,7 @@ class DecodeScheduler(Scheduler):
         claim = self._make_room(sequence, num_taken, reserved=True)
         if claim is None:
             return False
-        self._tables.take(sequence, claim, reserved=True)
+        self.tables.take(sequence, claim, reserved=True)
         sequence.num_computed = sequence.num_cached
         sequence.status = SequenceStatus.RECEIVING
         self._receiving.add(sequence)
@@ -83,9 +82,10 @@ class DecodeScheduler(Scheduler):
         It may end the sequence at once. Without it, the last token is computed again and the next one sampled here.
         """
         assert sequence.status is SequenceStatus.RECEIVING, f"{sequence.status} cannot be activated"
-        self._tables.commit(sequence, sequence.num_cached // self._tables.page_size)
-        sequence.num_computed = len(sequence.token_ids) - (first is None)
-        self._tables.store(sequence, sequence.num_cached, sequence.num_computed)
+        self.tables.commit(sequence)
+        sequence.num_computed = self.tables.resumes_at(sequence) if first is None else len(sequence.token_ids)
+        self.tables.store(sequence, sequence.num_cached, sequence.num_computed)
+        self.tables.slide(sequence)
         self._receiving.remove(sequence)
         self._run(sequence)
         return Output() if first is None else self._emit([(sequence, first)], now)
@@ -104,11 +104,11 @@ class DecodeScheduler(Scheduler):
         if not chunks:
             return None
         preempted, self._preempted = tuple(self._preempted), []
-        return start_step(chunks, preempted, self._tables, now)
+        return start_step(chunks, preempted, self.tables, now)
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Output:
         """Record what the plan's run gave. Sequences that ended hold no pages any more."""
-        return self._emit(end_step(plan, result, self._tables), now)
+        return self._emit(end_step(plan, result, self.tables), now)
 
     def _next_work(self, now: float) -> float | None:
         if not self._running and not self._waiting:
@@ -133,16 +133,17 @@ class DecodeScheduler(Scheduler):
         return Output(tuple(emitted), tuple(ended))
 
     def _grow(self) -> set[Sequence]:
-        """Give each sequence that needs it a page for its next position; returns those that get none in this step."""
+        """Give each sequence that needs it pages for its next position; returns those that get none in this step."""
         stalled = set()
         for sequence in list(self._running):
-            has_page = sequence.num_computed < len(sequence.pages) * self._tables.page_size
-            if sequence.status is not SequenceStatus.RUNNING or has_page or self._tables.extend(sequence):
+            end = sequence.num_computed + 1
+            if sequence.status is not SequenceStatus.RUNNING or self.tables.cover(sequence, end):
                 continue
+            lacking = self.tables.claims.growth_lacking(sequence)
             behind = takewhile(partial(is_not, sequence), reversed(self._running))
-            victims = choose_victims(self._tables, behind, num_pages=1)
+            victims = choose_victims(self.tables, behind, lacking) if any(lacking) else []
             self._preempt(victims)
-            if not victims or not self._tables.extend(sequence):
+            if not victims or not self.tables.cover(sequence, end):
                 stalled.add(sequence)
         return stalled
 
@@ -156,7 +157,7 @@ class DecodeScheduler(Scheduler):
                 self._lacks_room = True
                 break
             self._waiting.remove(sequence)
-            self._tables.take(sequence, claim)
+            self.tables.take(sequence, claim)
             self._run(sequence)
 
     def _make_room(self, sequence: Sequence, num_taken: int, *, reserved: bool = False) -> Claim | None:
@@ -166,25 +167,25 @@ class DecodeScheduler(Scheduler):
         """
         claim = self._claim(sequence, reserved)
         num_slots = len(self._running) + num_taken + 1 - self._config.max_num_seqs
-        num_kept_free = margin(sequence, self._running, self._tables, self._config.headroom_pages)
-        if num_slots <= 0 and claim.num_lacking + num_kept_free <= 0:
+        num_kept_free = margin(sequence, self._running, self.tables, self._config.headroom_pages)
+        if num_slots <= 0 and not self.tables.claims.is_lacking(claim, num_kept_free):
             return claim
-        if self._tables.in_step:  # pages would not be back before its end
+        if self.tables.in_step:  # pages would not be back before its end
             return None
         lower = takewhile(lambda other: other.work.priority > sequence.work.priority, reversed(self._running))
-        num_pages, kept = claim.num_lacking, claim.matched
-        victims = choose_victims(self._tables, lower, num_pages=num_pages, num_slots=num_slots, kept=kept)
+        victims = choose_victims(self.tables, lower, claim.lacking, num_slots=num_slots, kept=claim)
         self._preempt(victims)
         return self._claim(sequence, reserved) if victims else None
 
     def _claim(self, sequence: Sequence, reserved: bool) -> Claim:
-        num_spare = min(self._config.headroom_pages, num_growth(sequence, self._tables))
-        return (self._tables.claim_reserved if reserved else self._tables.claim)(sequence, num_spare)
+        num_spare = min(self._config.headroom_pages, num_growth(sequence, self.tables))
+        make = self.tables.claims.to_receive if reserved else self.tables.claims.to_compute
+        return make(sequence, max_positions(sequence), num_spare)
 
     def _preempt(self, victims: list[Sequence]) -> None:
         for victim in victims:
             self._running.remove(victim)
-            self._tables.release(victim)
+            self.tables.release(victim)
             victim.num_computed = 0
             victim.num_preemptions += 1
             victim.status = SequenceStatus.WAITING
@@ -200,7 +201,7 @@ class DecodeScheduler(Scheduler):
     def _check_fits(self, sequence: Sequence) -> None:
         stop = sequence.work.stop
         what = f"a prompt of {sequence.num_prompt} tokens with max_tokens {stop.max_tokens}"
-        self._tables.check_fits(max_positions(sequence), what=what)
+        self.tables.claims.check_fits(max_positions(sequence), what=what)
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
@@ -212,6 +213,6 @@ class DecodeScheduler(Scheduler):
             if sequence in queue:
                 queue.remove(sequence)
         self._receiving.discard(sequence)
-        self._tables.release(sequence)
+        self.tables.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._lacks_room = self._is_blocked = False

@@ -42,6 +42,12 @@ class CacheGroup:
         yield from range(min(num_sinks, num_pages))
         yield from range(first, num_pages)
 
+    def live_at_end(self, num_tokens: int, page_size: int) -> Iterator[int]:
+        """Indices, ascending, of what is handed over of so many tokens: what whoever goes on, or computes the last page
+        anew, reads.
+        """
+        return self.live_pages((num_tokens - 1) // page_size * page_size, num_tokens, page_size)
+
     def most_live(self, num_tokens: int, chunk_tokens: int, page_size: int) -> int:
         """Most pages that a sequence of so many tokens holds at once, computed in chunks of at most `chunk_tokens`."""
         num_pages = -(-num_tokens // page_size)
@@ -78,7 +84,9 @@ def parse_groups(text: str, num_layers: int, model_window: int | None) -> tuple[
             policies[layer] = (model_window if window is None else window, sinks)
     missing = [layer for layer in range(num_layers) if layer not in policies]
     if missing:
-        raise invalid("cache_layers", text, f"must name each layer of {num_layers}; {_layers_text(missing)} are missing")
+        raise invalid(
+            "cache_layers", text, f"must name each layer of {num_layers}; {_layers_text(missing)} are missing"
+        )
     members: dict[tuple[int | None, int], list[int]] = {}
     for layer in range(num_layers):
         members.setdefault(policies[layer], []).append(layer)

@@ -1,12 +1,12 @@
 """The receiving side of a hand-off: tickets, each the right to fill one sequence's pages, once."""
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pageferry.core.errors import FailedPreconditionError, invalid
 from pageferry.core.handoff_tables import TICKET_TABLE, TicketEvent, TicketState, fire, refusal
-from pageferry.core.layout import PageLayout
-from pageferry.core.pool import PageId
+from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.sequence import Sequence
 
 TICKET_BYTES = 16
@@ -19,14 +19,12 @@ class Ticket:
 
     id: bytes
     sequence: Sequence
-    pages: tuple[PageId, ...]  # the whole page table at issue, cached and headroom pages included
-    first_page: int  # index of the first page to receive
-    num_expected_pages: int
-    covered_tokens: int  # that the pages up to the last expected one hold
+    places: Mapping[PageKey, Place]  # the pages to receive
+    covered_tokens: int  # that they and what is cached hold
     deadline: float | None
     expires_at: float | None
     state: TicketState = TicketState.RESERVED
-    arrived: dict[int, int] = field(default_factory=dict)  # page index → bit set of its layers
+    arrived: dict[PageKey, int] = field(default_factory=dict)  # bit set of the page's layers
 
     def __str__(self) -> str:
         return f"ticket {self.id[:4].hex()}"  # it is a secret: never whole
@@ -39,7 +37,7 @@ class TicketTable:
     it is FILLING it depends on a peer, so it also ends `lease_s` after the peer's last message.
     """
 
-    def __init__(self, incarnation: bytes, lease_s: float, layout: PageLayout) -> None:
+    def __init__(self, incarnation: bytes, lease_s: float, layout: CacheLayout) -> None:
         self.incarnation = incarnation
         self._lease_s = lease_s
         self._layout = layout
@@ -55,29 +53,26 @@ class TicketTable:
         ticket_id: bytes,
         sequence: Sequence,
         *,
-        first_page: int,
-        num_pages: int,
+        places: Mapping[PageKey, Place],
         covered_tokens: int,
         deadline: float | None,
     ) -> Ticket:
-        """A ticket for pages `first_page` to `first_page + num_pages` of the sequence's page table.
+        """A ticket for the pages of the first `covered_tokens` that are to be received, the last one of them at least.
 
         `ticket_id` is 16 random bytes that the caller drew. The caller aborts or consumes the ticket in the end.
         """
         if len(ticket_id) != TICKET_BYTES or ticket_id in self._live or ticket_id in self._over:
             raise AssertionError(f"a ticket's id must be {TICKET_BYTES} bytes that were never used")
-        num_covered = self._layout.num_pages(covered_tokens)
-        if num_covered != first_page + num_pages or num_covered > len(sequence.pages) or num_pages < 1:
-            raise AssertionError(
-                f"{covered_tokens} tokens are {num_covered} pages, not {first_page} cached and {num_pages} to receive "
-                f"out of a page table of {len(sequence.pages)}"
-            )
-        pages = tuple(sequence.pages)
-        ticket = Ticket(ticket_id, sequence, pages, first_page, num_pages, covered_tokens, deadline, deadline)
+        last = self._layout.num_pages(covered_tokens) - 1
+        is_tail = bool(self._layout.tails) and covered_tokens % self._layout.page_size > 0
+        ends = {PageKey(group, last, is_tail) for group in range(len(self._layout.groups))}
+        if not ends <= places.keys() or any(key.index > last or (key.is_tail and key not in ends) for key in places):
+            raise AssertionError(f"{covered_tokens} tokens end with {sorted(ends)}, not with {sorted(places)}")
+        ticket = Ticket(ticket_id, sequence, dict(places), covered_tokens, deadline, deadline)
         self._live[ticket_id] = ticket
         return ticket
 
-    def open(self, ticket_id: bytes, layout: PageLayout, now: float) -> Ticket:
+    def open(self, ticket_id: bytes, layout: CacheLayout, now: float) -> Ticket:
         """Begin a peer's push. FailedPreconditionError if the ticket isn't waiting for one, or the layouts differ.
 
         Layouts that differ leave the ticket as it is.
@@ -96,14 +91,14 @@ class TicketTable:
         ticket.state = self._following(ticket, TicketEvent.FRAME, now)
         self._renew_lease(ticket, now)
 
-    def receive(self, ticket: Ticket, page_index: int, first_layer: int, num_layers: int, now: float) -> None:
+    def receive(self, ticket: Ticket, key: PageKey, first_layer: int, num_layers: int, now: float) -> None:
         """Record that a frame's bytes lie in their page and matched their checksum.
 
-        InvalidArgumentError, and nothing changed, if it is out of range or has come before.
+        InvalidArgumentError, and nothing changed, if it isn't one of the ticket's or has come before.
         """
         state = self._following(ticket, TicketEvent.FRAME, now)
-        self._check_frame(ticket, page_index, first_layer, num_layers)
-        ticket.arrived[page_index] = ticket.arrived.get(page_index, 0) | _layer_bits(first_layer, num_layers)
+        self._check_frame(ticket, key, first_layer, num_layers)
+        ticket.arrived[key] = ticket.arrived.get(key, 0) | _layer_bits(first_layer, num_layers)
         ticket.state = state
         self._renew_lease(ticket, now)
 
@@ -113,10 +108,11 @@ class TicketTable:
         if covered_tokens != ticket.covered_tokens:
             message = f"{ticket}: covered_tokens is {covered_tokens}, {ticket.covered_tokens} are expected"
             raise FailedPreconditionError(message, reason="COVERED_TOKENS_MISMATCH")
-        whole = _layer_bits(0, self._layout.num_layers)
-        num_whole = sum(layers == whole for layers in ticket.arrived.values())
-        if num_whole != ticket.num_expected_pages:
-            message = f"{ticket}: {num_whole} of {ticket.num_expected_pages} pages came whole"
+        num_whole = sum(
+            layers == _layer_bits(0, self._layout.of(key).num_layers) for key, layers in ticket.arrived.items()
+        )
+        if num_whole != len(ticket.places):
+            message = f"{ticket}: {num_whole} of {len(ticket.places)} pages came whole"
             raise FailedPreconditionError(message, reason="PAGES_MISSING")
         ticket.state = state
         ticket.expires_at = ticket.deadline
@@ -139,16 +135,18 @@ class TicketTable:
     def next_expiry(self) -> float | None:
         return min((ticket.expires_at for ticket in self._live.values() if ticket.expires_at is not None), default=None)
 
-    def _check_frame(self, ticket: Ticket, page_index: int, first_layer: int, num_layers: int) -> None:
-        end = ticket.first_page + ticket.num_expected_pages
-        if not ticket.first_page <= page_index < end:
-            raise invalid("frame.page_index", page_index, f"must be from {ticket.first_page} to {end - 1}")
-        if num_layers < 1 or first_layer < 0 or first_layer + num_layers > self._layout.num_layers:
-            limit = f"must be at least one layer of {self._layout.num_layers}"
+    def _check_frame(self, ticket: Ticket, key: PageKey, first_layer: int, num_layers: int) -> None:
+        if key not in ticket.places:
+            name = (key.group, key.index, "tail" if key.is_tail else "page")
+            limit = f"must be one of the {len(ticket.places)} to receive"
+            raise invalid("frame.group, page_index, kind", name, limit)
+        num_all = self._layout.of(key).num_layers
+        if num_layers < 1 or first_layer < 0 or first_layer + num_layers > num_all:
+            limit = f"must be at least one layer of {num_all}"
             raise invalid("frame.first_layer, num_layers", (first_layer, num_layers), limit)
-        if ticket.arrived.get(page_index, 0) & _layer_bits(first_layer, num_layers):
+        if ticket.arrived.get(key, 0) & _layer_bits(first_layer, num_layers):
             layers = f"{first_layer} to {first_layer + num_layers - 1}"
-            raise invalid("frame.page_index", page_index, f"but some of its layers {layers} have come before")
+            raise invalid("frame.page_index", key.index, f"but some of its layers {layers} have come before")
 
     def _following(self, ticket: Ticket, event: TicketEvent, now: float) -> TicketState:
         """The state after a peer's event; one whose time is up is refused even before `expire` has seen it."""

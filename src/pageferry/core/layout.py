@@ -1,9 +1,9 @@
 """How pages' bytes are laid out, and how two workers tell whether they agree.
 
-A page holds `page_size` tokens of one cache group's layers: payload `[layer][K|V][kv_head][token][dim]`, then scales and
-then zero points, of those of K and V whose format has them: `[layer][K|V][kv_head][token]`, or `[dim]` where they are
-per channel, fp16 each. Each part starts at a multiple of 64 bytes. Unused slots are zero with scale 1. A layer range
-of a page is at most three byte ranges.
+A page holds `page_size` tokens of one cache group's layers: payload `[layer][K|V][kv_head][token][dim]`, then scales
+and then zero points, of those of K and V whose format has them: `[layer][K|V][kv_head][token]`, or `[dim]` where they
+are per channel, fp16 each. Each part starts at a multiple of 64 bytes. Unused slots are zero with scale 1. A layer
+range of a page is at most three byte ranges.
 """
 
 import hashlib
@@ -126,7 +126,7 @@ class PageKey(NamedTuple):
     """Which of a sequence's pages: as a hand-off names it."""
 
     group: int
-    index: int  # in the group's page table
+    index: int  # type: ignore[assignment]  # in the group's page table; hides a method of tuples
     is_tail: bool = False  # the last page, not full, in fp16
 
 
@@ -206,7 +206,9 @@ class CacheLayout:
     def check_equal(self, other: "CacheLayout", *, ours: str, theirs: str) -> None:
         """Raise FailedPreconditionError naming each field that differs with both values."""
         pairs = zip(self._values(), other._values(), strict=True)
-        differences = [f"{name} {our} ({ours}) and {their} ({theirs})" for (name, our), (_, their) in pairs if our != their]
+        differences = [
+            f"{name} {our} ({ours}) and {their} ({theirs})" for (name, our), (_, their) in pairs if our != their
+        ]
         if differences:
             raise FailedPreconditionError("page layouts differ: " + "; ".join(differences), reason="LAYOUT_MISMATCH")
 

@@ -1,154 +1,137 @@
-"""A sequence's page table: filled from the prefix cache and the pool, given back, its full pages made findable."""
+"""A sequence's page tables, one for each cache group: filled from the prefix cache and the pools, and given back.
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+Pages of a full group are taken before they are needed, for the whole prompt when it starts and one by one behind it.
+Those of a window group are promised when a sequence starts, as many as it can come to hold at once; it takes them
+chunk by chunk, and gives those behind the window back at the end of the step.
+"""
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError
-from pageferry.core.layout import PageLayout
-from pageferry.core.pool import PageId, PagePool
-from pageferry.core.prefix import page_hashes
-from pageferry.core.sequence import Sequence
+from collections.abc import Iterator
 
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What a page table would take: `matched` from the prefix cache, `num_new` pages beyond, and what is lacking.
-
-    With `copies_last`, all of the tokens are cached and one new page is a copy of the last matched page, so that the
-    last token can be recomputed without writing to a page that others may read. It holds as long as the pool does
-    not change.
-    """
-
-    matched: list[PageId]
-    num_new: int
-    num_lacking: int
-    copies_last: bool = False
+from pageferry.core.claims import Claim, Claims, held_places, places
+from pageferry.core.groups import CacheGroup
+from pageferry.core.layout import CacheLayout, PageKey, Place
+from pageferry.core.pool import PageId
+from pageferry.core.pools import PagePools
+from pageferry.core.sequence import NO_PAGE, Sequence
 
 
 class PageTables:
-    """Gives sequences their pages and takes them back. One per scheduler, which owns the pool's thread.
+    """Gives sequences their pages and takes them back. One per scheduler, which owns the pools' thread.
 
     Only full pages are ever shared, and a chunk starts behind them: so that a sequence writes to no page of another's.
-    Pages released while a step is in flight return to the pool when it ends.
+    Pages released while a step is in flight return to the pools when it ends. `chunk_tokens` are the most that a
+    sequence computes in a step.
     """
 
-    def __init__(self, pool: PagePool, layout: PageLayout, *, prefix_cache: bool) -> None:
-        self._pool = pool
-        self._page_size = layout.page_size
-        self._layout_key = layout.cache_key()
-        self._prefix_cache = prefix_cache
+    def __init__(self, pools: PagePools, layout: CacheLayout, *, prefix_cache: bool, chunk_tokens: int) -> None:
+        self.claims = Claims(pools, layout, prefix_cache=prefix_cache, chunk_tokens=chunk_tokens)
+        self._pools = pools
+        self._layout = layout
         self._in_step = False
-        self._deferred: list[PageId] = []
-        self._copies: list[tuple[PageId, PageId]] = []
+        self._deferred: list[Place] = []
+        self._copies: list[tuple[Place, Place]] = []
 
     @property
     def page_size(self) -> int:
-        return self._page_size
+        return self._layout.page_size
 
     @property
     def in_step(self) -> bool:
         return self._in_step
 
-    @property
-    def num_available(self) -> int:
-        return self._pool.num_available
-
     def num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
-
-    def check_fits(self, num_tokens: int, *, what: str) -> None:
-        """Raise InvalidArgumentError, with both numbers, where the whole pool could not hold this many tokens."""
-        needed, limit = self.num_pages(num_tokens), self._pool.num_pages
-        if needed > limit:
-            text = (
-                f"{what} needs {needed} pages, for {num_tokens} tokens; "
-                f"the pool has {limit}, for {limit * self._page_size} tokens"
-            )
-            violations = (FieldViolation("prompt_ids", text),)
-            raise InvalidArgumentError(f"prompt_ids: {text}", reason="EXCEEDS_POOL", violations=violations)
-
-    def num_cached(self, sequence: Sequence) -> int:
-        """How many of its tokens need no computing as the prefix cache stands; takes nothing."""
-        return min(len(self._match(sequence)) * self._page_size, len(sequence.token_ids) - 1)
-
-    def claim(self, sequence: Sequence, num_spare: int = 0) -> Claim:
-        """What computing the sequence here takes, with `num_spare` pages beyond its tokens."""
-        matched = self._match(sequence)
-        if len(matched) * self._page_size >= len(sequence.token_ids):
-            claim = self._claim(matched, num_spare + 1, copies_last=True)
-            if claim.num_lacking <= 0:
-                return claim
-            # No room for both the last page and its copy: then that page is computed anew.
-            matched.pop()
-        return self._claim(matched, self.num_pages(len(sequence.token_ids)) - len(matched) + num_spare)
-
-    def claim_reserved(self, sequence: Sequence, num_spare: int) -> Claim:
-        """What receiving the sequence's pages takes: the last one always comes from the sender."""
-        matched = self._match(sequence)[: (len(sequence.token_ids) - 1) // self._page_size]
-        return self._claim(matched, self.num_pages(len(sequence.token_ids)) - len(matched) + num_spare)
+        return self._layout.num_pages(num_tokens)
 
     def take(self, sequence: Sequence, claim: Claim, *, reserved: bool = False) -> None:
-        """Fill the page table as claimed, and set how much of it is computed already."""
-        self._pool.acquire(claim.matched)
-        new = self._pool.allocate(claim.num_new, reserved=reserved)
-        assert new is not None, f"a claim that lacks {claim.num_lacking} pages was taken"
-        pages = list(claim.matched)
-        if claim.copies_last:
-            source, target = pages.pop(), new[0]
-            self._copies.append((source, target))
-            self._deferred.append(source)  # our reference outlives the copy
-        sequence.pages = pages + new
-        num_matched = len(claim.matched) * self._page_size
-        sequence.num_computed = min(num_matched, len(sequence.token_ids) - 1)
+        """Fill the page tables as claimed, and set how much of the sequence is computed already."""
+        self._pools.acquire(places(claim.matched))
+        new = []
+        for pool, num_new in zip(self._pools.all, claim.num_new, strict=True):
+            pages = pool.allocate(num_new, reserved=reserved)
+            assert pages is not None, f"a claim that lacks {claim.lacking} pages was taken"
+            new.append(pages)
+        sequence.tail = new.pop()[0] if self._pools.tails is not None else None
+        sequence.tables = [list(matched) for matched in claim.matched]
+        for number, (group, table, pages) in enumerate(zip(self._layout.groups, sequence.tables, new, strict=True)):
+            if claim.copies_last:
+                source = Place(number, table.pop())
+                self._copies.append((source, Place(number, pages[0])))
+                self._deferred.append(source)  # our reference outlives the copy
+            table += self._spread(group, len(sequence.token_ids), len(table), pages) if reserved else pages
+        self.claims.promise(sequence, claim)
+        sequence.num_computed = min(len(claim.matched[0]) * self.page_size, len(sequence.token_ids) - 1)
         if sequence.num_preemptions == 0:
             sequence.num_cached = sequence.num_computed
 
-    def extend(self, sequence: Sequence) -> bool:
-        """Add one page; False, with nothing changed, if there is none."""
-        pages = self._pool.allocate(1)
-        if pages is None:
+    def cover(self, sequence: Sequence, end: int) -> bool:
+        """Take the pages that computing up to position `end` lacks. False, with nothing changed, if there are none.
+
+        For those of window groups, which were promised, that is only while transfers in flight hold such pages.
+        """
+        num_pages = self.num_pages(end)
+        pairs = list(zip(self._pools.groups, sequence.tables, strict=True))
+        if any(num_pages - len(table) > pool.num_available for pool, table in pairs):
             return False
-        sequence.pages += pages
+        for pool, table in pairs:
+            table += pool.allocate(max(0, num_pages - len(table))) or []
         return True
+
+    def slide(self, sequence: Sequence) -> None:
+        """Give back the pages behind the windows of what is still to compute."""
+        behind = []
+        for number, (group, table) in enumerate(zip(self._layout.groups, sequence.tables, strict=True)):
+            index = group.first_seen(sequence.num_computed) // self.page_size - 1
+            while index >= group.num_sink_pages(self.page_size) and table[index] != NO_PAGE:
+                behind.append(Place(number, table[index]))
+                table[index] = NO_PAGE
+                index -= 1
+        self._give_back(behind)
 
     def release(self, sequence: Sequence) -> None:
         """Give all its pages back."""
-        pages, sequence.pages = sequence.pages, []
-        if self._in_step:
-            self._deferred += pages
-        else:
-            self._pool.release(pages)
+        held = held_places(sequence)
+        sequence.tables, sequence.tail = [], None
+        self.claims.forgo(sequence)
+        self._give_back(held)
 
-    def freed_by(self, sequences: Iterable[Sequence], kept: Iterable[PageId] = ()) -> Iterator[tuple[Sequence, int]]:
-        """Each sequence with how many pages become available, `kept` ones not counted, if it and those before it go."""
-        references = dict.fromkeys(kept, -1)  # never as many as there are
-        num_freed = 0
-        for sequence in sequences:
-            for page in sequence.pages:
-                number = references.get(page, 0)
-                if number >= 0:
-                    references[page] = number + 1
-                    num_freed += self._pool.ref_count(page) == number + 1
-            yield sequence, num_freed
+    def expected(self, sequence: Sequence) -> dict[PageKey, Place]:
+        """The pages that a reserved sequence's sender fills: those live at the prompt's end and not cached."""
+        pages = range(sequence.num_cached // self.page_size, self.num_pages(len(sequence.token_ids)))
+        return dict(self._at_end(sequence, pages, as_tails=self._pools.tails is not None))
 
-    def num_freed(self, sequences: Iterable[Sequence], kept: Iterable[PageId] = ()) -> int:
-        """How many pages become available, `kept` ones not counted, if all of these sequences go."""
-        return max((num_freed for _, num_freed in self.freed_by(sequences, kept)), default=0)
+    def shippable(
+        self, sequence: Sequence, first_page: int, start: int, end: int, *, as_tails: bool
+    ) -> list[tuple[PageKey, Place]]:
+        """The pages from index `first_page` on that a receiver gets after the chunk `start` to `end`, before `apply`.
 
-    def commit(self, sequence: Sequence, first_page: int) -> None:
-        """The pages from `first_page` on have been received (or stay unused as yet): they become ordinary ones."""
-        self._pool.commit(sequence.pages[first_page:])
+        Those are what the chunk fills, what was found cached if it is the first, and at the prompt's end its last page;
+        each if it is live at that end. `as_tails`: the receiver keeps a last page that isn't full as a tail.
+        """
+        first = first_page if start == sequence.num_cached else max(first_page, start // self.page_size)
+        num_done = self.num_pages(end) if end == len(sequence.token_ids) else end // self.page_size
+        return list(self._at_end(sequence, range(first, num_done), as_tails=as_tails))
+
+    def commit(self, sequence: Sequence) -> None:
+        """What was reserved has been received (or stays unused as yet): it becomes ordinary."""
+        self._pools.commit(places(sequence.tables, sequence.num_cached // self.page_size))
+        if sequence.tail is not None:
+            self._pools.commit([Place(0, sequence.tail, is_tail=True)])
+
+    def resumes_at(self, sequence: Sequence) -> int:
+        """Where computing its last token begins: a page that was sealed from a tail is computed anew."""
+        num_tokens = len(sequence.token_ids)
+        is_sealed = self._pools.tails is not None and num_tokens % self.page_size == 0
+        return num_tokens - (self.page_size if is_sealed else 1)
 
     def store(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the pages findable that positions `start` to `end`, now computed, have filled."""
-        first, last = start // self._page_size, end // self._page_size
-        if not self._prefix_cache or first == last:
-            return
-        self._hash(sequence)
-        for index in range(first, last):
-            self._pool.store(sequence.pages[index], sequence.page_hashes[index])
+        self.claims.prefix.store(sequence, start, end)
 
-    def begin_step(self) -> tuple[tuple[PageId, PageId], ...]:
+    def fresh(self, sequence: Sequence, start: int, end: int) -> Iterator[Place]:
+        """The pages that are new to the sequence when it computes `start` to `end`: whose first position is there."""
+        return places(sequence.tables, self.num_pages(start), self.num_pages(end))
+
+    def begin_step(self) -> tuple[tuple[Place, Place], ...]:
         """A step with these copies (source, target) starts."""
         self._in_step = True
         copies, self._copies = tuple(self._copies), []
@@ -156,27 +139,29 @@ class PageTables:
 
     def end_step(self) -> None:
         self._in_step = False
-        self._pool.release(self._deferred)
+        self._pools.release(self._deferred)
         self._deferred = []
 
-    def _claim(self, matched: list[PageId], num_new: int, *, copies_last: bool = False) -> Claim:
-        # Matched pages that nobody holds count as available until they are taken.
-        num_idle = sum(self._pool.ref_count(page) == 0 for page in matched)
-        return Claim(matched, num_new, num_new + num_idle - self._pool.num_available, copies_last)
+    def _spread(self, group: CacheGroup, num_tokens: int, first: int, pages: list[PageId]) -> list[PageId]:
+        """The table from index `first` on in which `pages` lie where they are live at the end, and behind it."""
+        live, rest = set(group.live_at_end(num_tokens, self.page_size)), iter(pages)
+        indices = range(first, self.num_pages(num_tokens))
+        return [next(rest) if index in live else NO_PAGE for index in indices] + list(rest)
 
-    def _match(self, sequence: Sequence) -> list[PageId]:
-        if not self._prefix_cache:
-            return []
-        self._hash(sequence)
-        return self._pool.match(sequence.page_hashes)
+    def _at_end(self, sequence: Sequence, indices: range, *, as_tails: bool) -> Iterator[tuple[PageKey, Place]]:
+        """Those of the pages that are live at the prompt's end."""
+        num_full = len(sequence.token_ids) // self.page_size
+        for number, group in enumerate(self._layout.groups):
+            for index in group.live_at_end(len(sequence.token_ids), self.page_size):
+                if index in indices:
+                    is_tail = as_tails and index == num_full
+                    if is_tail and sequence.tail is not None:
+                        yield PageKey(number, index, is_tail), Place(number, sequence.tail, is_tail)
+                    else:
+                        yield PageKey(number, index, is_tail), Place(number, sequence.tables[number][index])
 
-    def _hash(self, sequence: Sequence) -> None:
-        known = sequence.page_hashes
-        if (len(known) + 1) * self._page_size <= len(sequence.token_ids):
-            sequence.page_hashes = page_hashes(
-                sequence.token_ids,
-                self._page_size,
-                salt=sequence.work.cache_salt,
-                layout_key=self._layout_key,
-                known=known,
-            )
+    def _give_back(self, released: list[Place]) -> None:
+        if self._in_step:
+            self._deferred += released
+        else:
+            self._pools.release(released)

@@ -3,9 +3,9 @@
 from collections import deque
 
 from pageferry.core.config import SchedulerConfig
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import CacheLayout
 from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, StepResult
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.scheduler import Scheduler, end_step, prefill_order, prompt_chunk, start_step
 from pageferry.core.sequence import Sequence, SequenceStatus
 from pageferry.core.sequence_queues import RETRY_S, Key
@@ -14,13 +14,13 @@ from pageferry.core.sequence_queues import RETRY_S, Key
 class PrefillScheduler(Scheduler):
     """Shares each step's `chunk_tokens` over the prompts that have the least left; long ones gain by waiting.
 
-    A prompt takes all its pages when it starts, so that prompts that have started can always finish. It ends here with
-    its first token. Pages go back with the step that ends it: who still reads them holds references of its own,
-    acquired between the run of a step and `apply`.
+    A prompt takes all its pages of full groups when it starts, and is promised those of window groups, so that prompts
+    that have started can always finish. It ends here with its first token. Pages go back with the step that ends it:
+    who still reads them holds references of its own, acquired between the run of a step and `apply`.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
-        super().__init__(config, pool, layout)
+    def __init__(self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout) -> None:
+        super().__init__(config, pools, layout, config.chunk_tokens)
         self._waiting_tokens = 0
         self._running: dict[Sequence, None] = {}
         self._window_start = 0.0
@@ -36,11 +36,11 @@ class PrefillScheduler(Scheduler):
 
     def add(self, sequence: Sequence, now: float) -> None:
         """Take a sequence on. Raises InvalidArgumentError if the pool is too small, ResourceExhaustedError if full."""
-        self._tables.check_fits(len(sequence.token_ids), what=f"a prompt of {len(sequence.token_ids)} tokens")
+        self.tables.claims.check_fits(len(sequence.token_ids), what=f"a prompt of {len(sequence.token_ids)} tokens")
         self._waiting.check_not_full(self._config.max_waiting)
         if not self._waiting:
             self._window_start = now
-        sequence.num_cached = self._tables.num_cached(sequence)  # what is expected; `take` sets what is found
+        sequence.num_cached = self.tables.claims.num_cached(sequence)  # what is expected; `take` sets what is found
         self._waiting.add(sequence, self._order(sequence, self._num_expected(sequence)))
         self._waiting_tokens += self._num_expected(sequence)
         self._deadlines.add(sequence)
@@ -66,20 +66,20 @@ class PrefillScheduler(Scheduler):
             chunk = prompt_chunk(
                 sequence,
                 budget,
-                self._tables.page_size,
+                self.tables,
                 is_first=not chunks,
                 final_tokens=self._config.final_chunk_tokens,
             )
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
-        self._is_blocked = not chunks and bool(self._waiting)
-        return start_step(chunks, (), self._tables, now) if chunks else None
+        self._is_blocked = not chunks and bool(self._waiting or self._running)
+        return start_step(chunks, (), self.tables, now) if chunks else None
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Output:
         """Record what the plan's run gave. A sequence that sampled its token has ended here and holds no pages."""
         emitted, ended = [], []
-        for sequence, sample in end_step(plan, result, self._tables):
+        for sequence, sample in end_step(plan, result, self.tables):
             if isinstance(sample, SampledToken):
                 emitted.append(Emitted(sequence, sequence.num_output, sample))
                 sequence.append(sample.token_id)
@@ -91,9 +91,7 @@ class PrefillScheduler(Scheduler):
         return Output(tuple(emitted), tuple(ended))
 
     def _next_work(self, now: float) -> float | None:
-        if self._running:
-            return 0.0
-        if not self._waiting:
+        if not self._running and not self._waiting:
             return None
         return RETRY_S if self._is_blocked else max(0.0, self._window_left(now))
 
@@ -112,7 +110,7 @@ class PrefillScheduler(Scheduler):
             not self._running
             and 0 < len(self._waiting) < min(self._config.max_num_seqs, self._config.max_waiting)
             and self._waiting_tokens < self._config.chunk_tokens
-            and self._tables.num_pages(self._waiting_tokens) < self._tables.num_available
+            and self.tables.claims.has_more_room(self._waiting_tokens)
         )
         return self._window_start + self._config.batch_window_ms / 1000 - now if could_join else 0.0
 
@@ -120,11 +118,11 @@ class PrefillScheduler(Scheduler):
         """Move the sequence from waiting to running; False where a slot or pages are lacking."""
         if len(self._running) >= self._config.max_num_seqs:
             return False
-        claim = self._tables.claim(sequence)
-        if claim.num_lacking > 0:
+        claim = self.tables.claims.to_compute(sequence, len(sequence.token_ids))
+        if self.tables.claims.is_lacking(claim):
             return False
         self._leave_queue(sequence)
-        self._tables.take(sequence, claim)
+        self.tables.take(sequence, claim)
         sequence.status = SequenceStatus.RUNNING
         self._running[sequence] = None
         return True
@@ -137,6 +135,6 @@ class PrefillScheduler(Scheduler):
         if sequence in self._waiting:
             self._leave_queue(sequence)
         self._running.pop(sequence, None)
-        self._tables.release(sequence)
+        self.tables.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._is_blocked = False

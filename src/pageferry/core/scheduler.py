@@ -4,20 +4,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 
 from pageferry.core.config import SchedulerConfig
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.page_tables import PageTables
 from pageferry.core.plan import Chunk, Ended, Plan, SampledToken, SampleFailure, StepResult
-from pageferry.core.pool import PageId, PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.sequence import Sequence, SequenceStatus
 from pageferry.core.sequence_queues import DeadlineQueue, Key, SequenceQueue
 
 
 class Scheduler(ABC):
-    """What both schedulers keep, and how a sequence leaves them before its end."""
+    """What both schedulers keep, and how a sequence leaves them before its end.
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool, layout: PageLayout) -> None:
+    `tables` has what is received or shipped of a sequence's pages. `chunk_tokens` are the most of a step.
+    """
+
+    def __init__(self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout, chunk_tokens: int) -> None:
         self._config = config
-        self._tables = PageTables(pool, layout, prefix_cache=config.prefix_cache)
+        self.tables = PageTables(pools, layout, prefix_cache=config.prefix_cache, chunk_tokens=chunk_tokens)
         self._waiting = SequenceQueue()
         self._deadlines = DeadlineQueue()
         self._is_blocked = False  # whether nothing could run for lack of pages
@@ -75,9 +78,9 @@ def prefill_order(sequence: Sequence, num_remaining: int, ageing_tokens_per_s: f
 
 
 def prompt_chunk(
-    sequence: Sequence, budget: int, page_size: int, *, is_first: bool, final_tokens: int = 0
+    sequence: Sequence, budget: int, tables: PageTables, *, is_first: bool, final_tokens: int = 0
 ) -> Chunk | None:
-    """The sequence's next chunk of at most `budget` tokens.
+    """The sequence's next chunk of at most `budget` tokens; None if it sits the step out, also for lack of pages.
 
     It ends with a page or with the tokens, so that whole pages can be shipped. Where the budget doesn't reach the end
     of a page, a chunk that is first in its plan ends anywhere, and another is left for a later step. With
@@ -87,22 +90,23 @@ def prompt_chunk(
     if end == len(sequence.token_ids) and end - start > 2 * final_tokens > 0:
         end -= final_tokens
     if end < len(sequence.token_ids):
-        aligned = end - end % page_size
+        aligned = end - end % tables.page_size
         if aligned <= start and not is_first:
             return None
         end = aligned if aligned > start else end
-    return Chunk(sequence, start, end - start, samples=end == len(sequence.token_ids)) if end > start else None
+    if end <= start or not tables.cover(sequence, end):
+        return None
+    return Chunk(sequence, start, end - start, samples=end == len(sequence.token_ids))
 
 
 def start_step(chunks: list[Chunk], preempted: tuple[Sequence, ...], tables: PageTables, now: float) -> Plan:
     """The plan of the chunks; from here to `end_step` released pages stay out of the pool."""
-    fresh: list[PageId] = []
+    fresh: list[Place] = []
     for chunk in chunks:
         sequence = chunk.sequence
         if sequence.first_scheduled is None:
             sequence.first_scheduled = now
-        # A page is new to its sequence in the step that computes the page's first position.
-        fresh += sequence.pages[tables.num_pages(chunk.start) : tables.num_pages(chunk.start + chunk.num_tokens)]
+        fresh += tables.fresh(sequence, chunk.start, chunk.start + chunk.num_tokens)
     return Plan(tuple(chunks), tuple(fresh), tables.begin_step(), preempted)
 
 
@@ -121,6 +125,7 @@ def end_step(
         sequence.num_steps += 1
         if not isinstance(sample, SampleFailure):  # else its pages may hold what is not a number
             tables.store(sequence, chunk.start, end)
+        tables.slide(sequence)
         if sample is not None:
             yield sequence, sample
     tables.end_step()
@@ -141,7 +146,7 @@ class LocalPrefill:
         chunks: list[Chunk] = []
         budget = self._chunk_tokens
         for sequence in sorted(_prompts(running), key=lambda one: self._order(one, one.num_remaining)):
-            chunk = prompt_chunk(sequence, budget, self._tables.page_size, is_first=not chunks)
+            chunk = prompt_chunk(sequence, budget, self._tables, is_first=not chunks)
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
@@ -152,7 +157,7 @@ class LocalPrefill:
         prompts = _prompts(running)
         if not prompts:
             return True
-        order = self._order(waiting, len(waiting.token_ids) - self._tables.num_cached(waiting))
+        order = self._order(waiting, len(waiting.token_ids) - self._tables.claims.num_cached(waiting))
         before = sum(one.num_remaining for one in prompts if self._order(one, one.num_remaining) <= order)
         return before < self._chunk_tokens
 

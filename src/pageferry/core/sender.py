@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pageferry.core.errors import FailedPreconditionError
 from pageferry.core.handoff_tables import SENDER_TABLE, SenderEvent, SenderState, fire
+from pageferry.core.layout import PageKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Sender:
 
     def __init__(self) -> None:
         self.state = SenderState.IDLE
-        self._pages: set[int] = set()
+        self._pages: set[PageKey] = set()
         self._num_bytes = 0
         self._num_sent = 0
         self._num_acked = 0
@@ -43,12 +44,12 @@ class Sender:
         """The receiver has answered Open."""
         self._fire(SenderEvent.OPENED)
 
-    def ship(self, page_index: int) -> None:
+    def ship(self, key: PageKey) -> None:
         """A page is about to be sent. FailedPreconditionError once the push is aborted."""
         self._fire(SenderEvent.SHIP)
-        if page_index in self._pages:
-            raise AssertionError(f"page {page_index} is shipped twice")
-        self._pages.add(page_index)
+        if key in self._pages:
+            raise AssertionError(f"{key} is shipped twice")
+        self._pages.add(key)
 
     def sent(self, num_bytes: int, now: float) -> None:
         """A frame with that much payload was written."""

@@ -39,10 +39,10 @@ class WorkItem:
 class Sequence:
     """The one mutable object of a request, changed only by its scheduler, on the engine's thread.
 
-    `token_ids` is prompt plus output. Position p's keys and values are computed once `num_computed > p`, and lie in page
-    `tables[group][p // page_size]`, or where the format has tails and that page isn't full, in `tail`. Pages behind a
-    group's window, and those not taken yet, are NO_PAGE. A sequence that is ready to decode has
-    `num_computed == len(token_ids) - 1`.
+    `token_ids` is prompt plus output. Position p's keys and values are computed once `num_computed > p`, and lie in
+    page `tables[group][p // page_size]`, or where the format has tails and that page isn't full, in `tail`. Tables of
+    window groups end with the last page taken, and pages behind the window are NO_PAGE. A sequence that is ready to
+    decode has `num_computed == len(token_ids) - 1`.
     """
 
     work: WorkItem
