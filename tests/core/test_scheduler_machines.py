@@ -1,19 +1,41 @@
-"""Both schedulers under any order of commands, in pools of a few pages: nothing is lost, and every output is golden."""
+"""Both schedulers under any order of commands, in pools of a few pages: nothing is lost, and every output is golden.
+
+For each kind of cache: one full group, window and sinks beside it, a window alone, and all with tails.
+"""
+
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from scheduling import Driver, golden, hold, layout, prompt, sequence
 
+from pageferry.core.claims import held_places
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
+from pageferry.core.layout import Place
 from pageferry.core.plan import Plan, StepResult
-from pageferry.core.pool import PageId, PagePool
+from pageferry.core.pools import PagePools
+from pageferry.core.preemption import max_positions
 from pageferry.core.prefill_scheduler import PrefillScheduler
-from pageferry.core.sequence import Sequence, SequenceStatus
+from pageferry.core.sequence import NO_PAGE, Sequence, SequenceStatus
 
 PAGE_SIZE = 4
+KINDS = {
+    "full": ("0=full", "int8"),
+    "selective": ("0=window:7,sinks:3;1=full", "int8"),
+    "window": ("0=window:9", "int8"),
+    "tails": ("0=full", "int8:channel"),
+    "window_tails": ("0=window:6,sinks:5;1=full;2=window:1", "int8:channel"),
+}
 # Few different ones, so that they often share pages, and whole prompts; lengths that fill pages are frequent.
 PROMPTS = st.builds(prompt, st.integers(1, 30) | st.sampled_from([8, 12, 16]), st.integers(0, 2))
 CONFIGS = st.fixed_dictionaries(
@@ -33,23 +55,38 @@ CONFIGS = st.fixed_dictionaries(
 class SchedulerMachine(RuleBasedStateMachine):
     """What both have in common. The model checks that no page is another's."""
 
+    kind = "full"
     driver: Driver
     config: SchedulerConfig
 
     def __init__(self) -> None:
         super().__init__()
         self.live: list[Sequence] = []
-        self.held: list[list[PageId]] = []
+        self.held: list[list[Place]] = []
+        self.layout = layout(PAGE_SIZE, *KINDS[self.kind])
         self.in_flight: tuple[Plan, StepResult] | None = None
 
-    def make_scheduler(self, pool: PagePool) -> PrefillScheduler | DecodeScheduler:
+    def make_scheduler(self, pools: PagePools) -> PrefillScheduler | DecodeScheduler:
         raise NotImplementedError
 
-    @initialize(config=CONFIGS, num_pages=st.integers(1, 12))
-    def start(self, config: dict[str, float], num_pages: int) -> None:
+    @initialize(
+        config=CONFIGS, num_pages=st.lists(st.integers(1, 12), min_size=3, max_size=3), num_tails=st.integers(1, 5)
+    )
+    def start(self, config: dict[str, float], num_pages: list[int], num_tails: int) -> None:
         self.config = SchedulerConfig(**config)  # type: ignore[arg-type]
-        pool = PagePool(num_pages)
-        self.driver = Driver(self.make_scheduler(pool), pool, PAGE_SIZE)
+        pools = PagePools(self.layout, num_pages[: len(self.layout.groups)], num_tails)
+        self.driver = Driver(self.make_scheduler(pools), pools, self.layout)
+
+    def most_positions(self, one: Sequence) -> tuple[int, int]:
+        """Positions that a sequence may come to, and those of one step."""
+        raise NotImplementedError
+
+    def fits(self, one: Sequence) -> bool:
+        """Whether each pool is large enough for the sequence alone."""
+        num_positions, num_chunk = self.most_positions(one)
+        num_chunk = max(num_chunk, PAGE_SIZE)
+        pairs = zip(self.layout.groups, self.driver.pools.groups, strict=True)
+        return all(group.most_live(num_positions, num_chunk, PAGE_SIZE) <= pool.num_pages for group, pool in pairs)
 
     def make_sequence(self, data: st.DataObject) -> Sequence:
         lifetime = data.draw(st.none() | st.floats(0.001, 0.02))
@@ -69,10 +106,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.driver.add(one)
         except InvalidArgumentError:
-            assert len(one.token_ids) + one.work.stop.max_tokens > self.driver.pool.num_pages * PAGE_SIZE
+            assert not self.fits(one)
         except ResourceExhaustedError:
             assert num_waiting >= self.config.max_waiting
         else:
+            assert self.fits(one)
             self.live.append(one)
 
     @rule(milliseconds=st.integers(0, 3))
@@ -103,19 +141,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(data.draw(st.integers(1, 2))):
             self.driver.scheduler.abort(one)
         assert one.status is SequenceStatus.FINISHED
-        assert not one.pages
+        assert not one.tables and one.tail is None
         self.live.remove(one)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def begin_copy(self, data: st.DataObject) -> None:
         one = data.draw(st.sampled_from(self.live))
-        self.held.append(hold(self.driver.pool, one.pages))
+        self.held.append(hold(self.driver.pools, held_places(one)))
 
     @precondition(lambda self: self.held)
     @rule()
     def end_copy(self) -> None:
-        self.driver.pool.release(self.held.pop(0))
+        self.driver.pools.release(self.held.pop(0))
 
     @precondition(lambda self: self.live and self.in_flight is None)
     @rule(data=st.data())
@@ -137,11 +175,35 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def every_page_has_one_state(self) -> None:
         if hasattr(self, "driver"):
-            self.driver.pool.check_integrity()
+            self.driver.pools.check_integrity()
             self.live = [one for one in self.live if one not in self.driver.ended]
             for one in self.live:
                 assert one.status is not SequenceStatus.FINISHED
-                assert one.status is not SequenceStatus.WAITING or (one.pages, one.num_computed) == ([], 0)
+                assert one.status is not SequenceStatus.WAITING or (one.tables, one.num_computed) == ([], 0)
+
+    @invariant()
+    def sequences_hold_what_they_need_and_no_more(self) -> None:
+        holders = [one for one in self.live if one.tables]
+        owners = Counter(place for one in holders for place in held_places(one))
+        for one in holders:
+            for number, (group, table) in enumerate(zip(self.layout.groups, one.tables, strict=True)):
+                held, done = {index for index, page in enumerate(table) if page != NO_PAGE}, one.num_computed
+                if one.status is SequenceStatus.RECEIVING:
+                    needed = allowed = set(group.live_at_end(len(one.token_ids), PAGE_SIZE))
+                else:
+                    needed = set(group.live_pages(done, done, PAGE_SIZE))
+                    allowed = set(group.live_pages(done, done + 1, PAGE_SIZE))
+                if self.in_flight is None:
+                    assert held >= needed
+                    assert group.window is None or held <= allowed
+                if group.window is not None:
+                    assert len(held) <= self.driver.scheduler.tables.claims._promised[one][number]
+                for page in table[done // PAGE_SIZE :]:
+                    assert page == NO_PAGE or owners[Place(number, page)] == 1, "somebody else has what is written to"
+        if hasattr(self, "driver"):
+            assert sum(one.tail is not None for one in holders) == len(holders) * bool(self.layout.tails)
+            promised = self.driver.scheduler.tables.claims._num_promised
+            assert all(num <= pool.num_pages for num, pool in zip(promised, self.driver.pools.groups, strict=True))
 
     @invariant()
     def figures_are_not_negative(self) -> None:
@@ -158,7 +220,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Let all that is left run to its end without new work."""
         self.end_step()
         for pages in self.held:
-            self.driver.pool.release(pages)
+            self.driver.pools.release(pages)
         for _ in range(5000):
             if not self.driver.scheduler.num_waiting and not self.driver.scheduler.num_running:
                 break
@@ -190,8 +252,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class PrefillMachine(SchedulerMachine):
-    def make_scheduler(self, pool: PagePool) -> PrefillScheduler:
-        return PrefillScheduler(self.config, pool, layout(PAGE_SIZE))
+    def make_scheduler(self, pools: PagePools) -> PrefillScheduler:
+        return PrefillScheduler(self.config, pools, self.layout)
+
+    def most_positions(self, one: Sequence) -> tuple[int, int]:
+        return len(one.token_ids), self.config.chunk_tokens
 
     def check_plan(self, plan: Plan) -> None:
         assert plan.num_tokens <= self.config.chunk_tokens
@@ -202,8 +267,11 @@ class PrefillMachine(SchedulerMachine):
 
 
 class DecodeMachine(SchedulerMachine):
-    def make_scheduler(self, pool: PagePool) -> DecodeScheduler:
-        return DecodeScheduler(self.config, pool, layout(PAGE_SIZE))
+    def make_scheduler(self, pools: PagePools) -> DecodeScheduler:
+        return DecodeScheduler(self.config, pools, self.layout)
+
+    def most_positions(self, one: Sequence) -> tuple[int, int]:
+        return max_positions(one), self.config.local_chunk_tokens
 
     @property
     def scheduler(self) -> DecodeScheduler:
@@ -213,18 +281,18 @@ class DecodeMachine(SchedulerMachine):
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         one = self.make_sequence(data)
-        num_reserved, num_preempted = self.driver.pool.num_reserved, sum(other.num_preemptions for other in self.live)
+        num_reserved, num_preempted = self.driver.pools.num_reserved, sum(other.num_preemptions for other in self.live)
         try:
             reserved = self.scheduler.reserve(one, self.driver.now)
         except InvalidArgumentError:
-            assert len(one.token_ids) + one.work.stop.max_tokens > self.driver.pool.num_pages * PAGE_SIZE
+            assert not self.fits(one)
             return
         if reserved:
             self.live.append(one)
             assert one.num_cached % PAGE_SIZE == 0
             assert one.num_cached < len(one.token_ids)
         else:
-            assert (one.pages, self.driver.pool.num_reserved) == ([], num_reserved)
+            assert (one.tables, self.driver.pools.num_reserved) == ([], num_reserved)
             assert num_preempted == sum(other.num_preemptions for other in self.live)
 
     @precondition(lambda self: self.receiving())
@@ -265,13 +333,16 @@ def check_page_ends(plan: Plan, budget: int) -> None:
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-for machine in (PrefillMachine, DecodeMachine):
-    machine.TestCase.settings = SETTINGS
-TestPrefillMachine = pytest.mark.timeout(60)(PrefillMachine.TestCase)
-TestDecodeMachine = pytest.mark.timeout(60)(DecodeMachine.TestCase)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("machine", [PrefillMachine, DecodeMachine])
+def test_machine(machine: type[SchedulerMachine], kind: str) -> None:
+    run_state_machine_as_test(type(f"{machine.__name__}_{kind}", (machine,), {"kind": kind}), settings=SETTINGS)

@@ -92,12 +92,12 @@ class DecodeScheduler(Scheduler):
 
     def schedule(self, now: float) -> Plan | None:
         """The next step; None where there is no work or pages are lacking."""
-        stalled = self._grow()
+        self._grow()
         self._admit()
         chunks = [
             Chunk(sequence, sequence.num_computed, 1, samples=True)
             for sequence in self._running
-            if sequence.num_remaining == 1 and sequence not in stalled
+            if sequence.num_remaining == 1 and self.tables.cover(sequence, sequence.num_computed + 1)
         ]
         chunks += self._prefill.chunks(self._running)
         self._is_blocked = not chunks
@@ -132,20 +132,17 @@ class DecodeScheduler(Scheduler):
                 self._end(sequence)
         return Output(tuple(emitted), tuple(ended))
 
-    def _grow(self) -> set[Sequence]:
-        """Give each sequence that needs it pages for its next position; returns those that get none in this step."""
-        stalled = set()
+    def _grow(self) -> None:
+        """Give each sequence that needs it pages for its next position, as far as there are any."""
         for sequence in list(self._running):
             end = sequence.num_computed + 1
             if sequence.status is not SequenceStatus.RUNNING or self.tables.cover(sequence, end):
                 continue
             lacking = self.tables.claims.growth_lacking(sequence)
             behind = takewhile(partial(is_not, sequence), reversed(self._running))
-            victims = choose_victims(self.tables, behind, lacking) if any(lacking) else []
-            self._preempt(victims)
-            if not victims or not self.tables.cover(sequence, end):
-                stalled.add(sequence)
-        return stalled
+            if any(lacking):
+                self._preempt(choose_victims(self.tables, behind, lacking))
+                self.tables.cover(sequence, end)
 
     def _admit(self) -> None:
         """Start those that wait, in their order, as far as slots, pages and the step's prompt tokens go."""
