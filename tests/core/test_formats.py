@@ -7,6 +7,7 @@ from pageferry.core.formats import Element, Granularity, PageFormat, TensorForma
 
 INT8, INT4 = TensorFormat(Element.INT8), TensorFormat(Element.INT4)
 INT4_ASYM = TensorFormat(Element.INT4, symmetric=False)
+INT8_CHANNEL = TensorFormat(Element.INT8, Granularity.CHANNEL)
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,8 @@ INT4_ASYM = TensorFormat(Element.INT4, symmetric=False)
         ("k=int8,v=int4", INT8, INT4, "k=int8,v=int4"),
         ("v=int4:asym:token, k=int8:token", INT8, INT4_ASYM, "k=int8,v=int4:asym"),
         ("k=int4,v=int4", INT4, INT4, "int4"),
+        ("k=int8:channel,v=int4", INT8_CHANNEL, INT4, "k=int8:channel,v=int4"),
+        ("int8:sym:channel", INT8_CHANNEL, INT8_CHANNEL, "int8:channel"),
         ("k=fp8_e4m3,v=bf16", TensorFormat(Element.FP8_E4M3), TensorFormat(Element.BF16), "k=fp8_e4m3,v=bf16"),
     ],
 )
@@ -42,8 +45,8 @@ def test_a_text_is_read_and_written(text: str, k: TensorFormat, v: TensorFormat,
         ("int8:asym:asym", "must have at most one of"),
         ("bf16:asym", "is 'bf16:asym', but only int8 and int4 have zero points"),
         ("fp8_e4m3:asym", "but only int8 and int4 have zero points"),
-        ("int8:channel", "is 'int8:channel', but scales per channel are not supported yet"),
-        ("k=int8:channel,v=int4", "but scales per channel are not supported yet"),
+        ("bf16:channel", "is 'bf16:channel', but plain numbers have no scales"),
+        ("k=int8:channel:token,v=int4", "must have at most one of :token and :channel"),
     ],
 )
 def test_a_wrong_text_is_refused_with_the_reason(text: str, message: str) -> None:
@@ -53,6 +56,6 @@ def test_a_wrong_text_is_refused_with_the_reason(text: str, message: str) -> Non
     assert message in caught.value.message
 
 
-def test_scales_per_channel_are_refused_wherever_they_come_from() -> None:
-    with pytest.raises(InvalidArgumentError, match="not supported yet"):
-        TensorFormat(Element.INT8, Granularity.CHANNEL)
+@pytest.mark.parametrize(("text", "has_tails"), [("int8", False), ("k=fp16,v=int4:channel", True), ("bf16", False)])
+def test_a_side_scaled_per_channel_makes_tails(text: str, has_tails: bool) -> None:
+    assert PageFormat.parse(text).has_tails == has_tails

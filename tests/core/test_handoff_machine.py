@@ -6,23 +6,28 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from pageferry.core.claims import held_places
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
 from pageferry.core.formats import PageFormat
+from pageferry.core.groups import parse_groups
 from pageferry.core.handoff import Ticket, TicketTable
 from pageferry.core.handoff_tables import SenderState, TicketState
-from pageferry.core.layout import PageLayout
-from pageferry.core.pool import PagePool, PageState
+from pageferry.core.layout import CacheLayout, PageKey
+from pageferry.core.page_tables import PageTables
+from pageferry.core.pool import PageState
+from pageferry.core.pools import PagePools
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sender import Sender
 from pageferry.core.sequence import Sequence, WorkItem
 
-LAYOUT = PageLayout("f" * 32, PageFormat.parse("fp32"), page_size=2, num_layers=2, num_kv_heads=1, head_dim=8)
+KINDS = {"full": ("0-1=full", "fp32"), "window_tails": ("0=window:3,sinks:1;1-2=full", "int8:channel")}
 LEASE_S = 10.0
-NUM_PAGES = 9
+NUM_PAGES, NUM_TAILS = 9, 3
 PICKS = st.integers(0, 3)
-Frame = tuple[int, int, int]  # page index, first layer, number of layers
+KEYS = st.builds(PageKey, st.integers(0, 2), st.integers(0, 3), st.booleans())
+Frame = tuple[PageKey, int, int]  # first layer, number of layers
 
 
 @dataclass(eq=False)
@@ -30,12 +35,12 @@ class Attempt:
     """One hand-off: what the machine knows of it, beside the parts under test."""
 
     ticket: Ticket
-    expected_layers: set[tuple[int, int]]
+    expected_layers: set[tuple[PageKey, int]]
     state: TicketState = TicketState.RESERVED
     expires_at: float | None = None
-    arrived: set[tuple[int, int]] = field(default_factory=set)
+    arrived: set[tuple[PageKey, int]] = field(default_factory=set)
     sender: Sender = field(default_factory=Sender)
-    to_ship: list[int] = field(default_factory=list)
+    to_ship: list[PageKey] = field(default_factory=list)
     frames: deque[Frame] = field(default_factory=deque)  # sent, not yet there
     num_acked: int = 0
 
@@ -44,17 +49,24 @@ class Attempt:
         return self.state in (TicketState.RESERVED, TicketState.FILLING, TicketState.COMMITTED)
 
 
-def layers_of(frame: Frame) -> set[tuple[int, int]]:
-    page_index, first_layer, num_layers = frame
-    return {(page_index, layer) for layer in range(first_layer, first_layer + num_layers)}
+def layers_of(frame: Frame) -> set[tuple[PageKey, int]]:
+    key, first_layer, num_layers = frame
+    return {(key, layer) for layer in range(first_layer, first_layer + num_layers)}
 
 
 class HandoffMachine(RuleBasedStateMachine):
+    kind = "full"
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.table = TicketTable(b"this", LEASE_S, LAYOUT)
-        self.pool = PagePool(NUM_PAGES)
+        groups, page_format = KINDS[self.kind]
+        num_layers = 2 + groups.count(";")
+        groups_of = parse_groups(groups, num_layers, None)
+        self.layout = CacheLayout("f" * 32, PageFormat.parse(page_format), 2, 1, 8, groups_of)
+        self.table = TicketTable(b"this", LEASE_S, self.layout)
+        self.pools = PagePools(self.layout, [NUM_PAGES] * len(groups_of), NUM_TAILS)
+        self.page_tables = PageTables(self.pools, self.layout, prefix_cache=False, chunk_tokens=2)
         self.attempts: list[Attempt] = []
 
     def pick(self, pick: int) -> Attempt:
@@ -80,28 +92,22 @@ class HandoffMachine(RuleBasedStateMachine):
     def ended(self, attempt: Attempt, state: TicketState) -> None:
         if attempt.is_live:
             attempt.state = state
-            self.pool.release(attempt.ticket.sequence.pages)
+            self.page_tables.release(attempt.ticket.sequence)
 
     @rule(num_tokens=st.integers(1, 6), num_cached=st.integers(0, 2), lifetime=st.none() | st.integers(1, 15))
     def issue(self, num_tokens: int, num_cached: int, lifetime: int | None) -> None:
-        num_pages = LAYOUT.num_pages(num_tokens)
-        num_cached = min(num_cached, num_pages - 1)
-        pages = self.pool.allocate(num_pages, reserved=True)
-        if pages is None:
-            return
         work = WorkItem("request", tuple(range(num_tokens)), SamplingParams(), StopParams(max_tokens=2))
-        deadline = None if lifetime is None else self.now + lifetime
-        ticket = self.table.issue(
-            len(self.attempts).to_bytes(16),
-            Sequence(work, self.now, pages=pages),
-            first_page=num_cached,
-            num_pages=num_pages - num_cached,
-            covered_tokens=num_tokens,
-            deadline=deadline,
-        )
-        to_ship = list(range(num_cached, num_pages))
-        layers = {(page_index, layer) for page_index in to_ship for layer in range(LAYOUT.num_layers)}
-        self.attempts.append(Attempt(ticket, layers, expires_at=deadline, to_ship=to_ship))
+        sequence = Sequence(work, self.now)
+        claim = self.page_tables.claims.to_receive(sequence, num_tokens)
+        if self.page_tables.claims.is_lacking(claim):
+            return
+        self.page_tables.take(sequence, claim, reserved=True)
+        sequence.num_cached = 2 * min(num_cached, (num_tokens - 1) // 2)  # as if so much had been found
+        places = self.page_tables.expected(sequence)
+        ticket_id, deadline = len(self.attempts).to_bytes(16), None if lifetime is None else self.now + lifetime
+        ticket = self.table.issue(ticket_id, sequence, places=places, covered_tokens=num_tokens, deadline=deadline)
+        layers = {(key, layer) for key in places for layer in range(self.layout.of(key).num_layers)}
+        self.attempts.append(Attempt(ticket, layers, expires_at=deadline, to_ship=list(places)))
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0, 9.5]))
     def time_passes(self, seconds: float) -> None:
@@ -125,9 +131,9 @@ class HandoffMachine(RuleBasedStateMachine):
             if attempt.state is TicketState.COMMITTED:
                 self.consumed(attempt)
             elif attempt.sender.state is SenderState.ABORTED:
-                self.peer_calls(False, lambda: attempt.sender.ship(0))
+                self.peer_calls(False, lambda: attempt.sender.ship(PageKey(0, 0)))
             elif attempt.sender.state is SenderState.IDLE:
-                self.answered(attempt, self.opened(attempt, LAYOUT), attempt.sender.open)
+                self.answered(attempt, self.opened(attempt, self.layout), attempt.sender.open)
             elif attempt.frames:
                 attempt.num_acked += 1
                 arrived = self.frame_arrives(attempt, attempt.frames.popleft())
@@ -151,15 +157,15 @@ class HandoffMachine(RuleBasedStateMachine):
     def a_stray_open_arrives(self, pick: int, kind: str) -> None:
         attempt = self.pick(pick)
         if kind == "other layout":
-            self.opened(attempt, replace(LAYOUT, page_size=4))
+            self.opened(attempt, replace(self.layout, page_size=4))
         elif kind == "again" and attempt.state is not TicketState.RESERVED:
-            self.opened(attempt, LAYOUT)
+            self.opened(attempt, self.layout)
         else:
-            other = TicketTable(b"other", LEASE_S, LAYOUT)
-            self.peer_calls(False, lambda: other.open(attempt.ticket.id, LAYOUT, self.now))
+            other = TicketTable(b"other", LEASE_S, self.layout)
+            self.peer_calls(False, lambda: other.open(attempt.ticket.id, self.layout, self.now))
 
-    def opened(self, attempt: Attempt, layout: PageLayout) -> bool:
-        accepted = self.accepts(attempt, TicketState.RESERVED) and layout == LAYOUT
+    def opened(self, attempt: Attempt, layout: CacheLayout) -> bool:
+        accepted = self.accepts(attempt, TicketState.RESERVED) and layout == self.layout
         self.peer_calls(accepted, lambda: self.table.open(attempt.ticket.id, layout, self.now))
         if accepted:
             attempt.state = TicketState.FILLING
@@ -167,15 +173,15 @@ class HandoffMachine(RuleBasedStateMachine):
         return accepted
 
     def shipped(self, attempt: Attempt) -> None:
-        page_index = attempt.to_ship.pop(0)
-        attempt.sender.ship(page_index)
-        for layer in range(LAYOUT.num_layers):
+        key = attempt.to_ship.pop(0)
+        attempt.sender.ship(key)
+        for layer in range(self.layout.of(key).num_layers):
             attempt.sender.sent(1, self.now)
-            attempt.frames.append((page_index, layer, 1))
+            attempt.frames.append((key, layer, 1))
         attempt.sender.compute_ended(self.now)
 
     @precondition(lambda self: self.attempts)
-    @rule(pick=PICKS, frame=st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3)))
+    @rule(pick=PICKS, frame=st.tuples(KEYS, st.integers(0, 2), st.integers(0, 3)))
     def a_stray_frame_arrives(self, pick: int, frame: Frame) -> None:
         if self.pick(pick).state is not TicketState.RESERVED:
             self.frame_arrives(self.pick(pick), frame)
@@ -237,9 +243,9 @@ class HandoffMachine(RuleBasedStateMachine):
         assert attempt.arrived == attempt.expected_layers
         if attempt.sender.state is SenderState.COMMITTED:
             stats = attempt.sender.stats
-            assert (stats.pages, stats.bytes) == (attempt.ticket.num_expected_pages, len(attempt.expected_layers))
+            assert (stats.pages, stats.bytes) == (len(attempt.ticket.places), len(attempt.expected_layers))
             assert 0 <= stats.hidden <= 1
-        self.pool.commit(attempt.ticket.pages)
+        self.page_tables.commit(attempt.ticket.sequence)
         self.ended(attempt, TicketState.CONSUMED)  # and the sequence ends at once
 
     @precondition(lambda self: self.attempts)
@@ -254,16 +260,17 @@ class HandoffMachine(RuleBasedStateMachine):
 
     @invariant()
     def both_know_the_same(self) -> None:
-        self.pool.check_integrity()
+        self.pools.check_integrity()
         live = [attempt for attempt in self.attempts if attempt.is_live]
         expiries = [attempt.expires_at for attempt in live if attempt.expires_at is not None]
         assert len(self.table) == len(live)
         assert self.table.next_expiry() == min(expiries, default=None)
-        assert self.pool.num_reserved == sum(len(attempt.ticket.pages) for attempt in live)
+        assert self.pools.num_reserved == sum(len(held_places(attempt.ticket.sequence)) for attempt in live)
         for attempt in self.attempts:
             assert attempt.ticket.state is attempt.state
             if attempt.is_live:
-                assert {self.pool.state(page) for page in attempt.ticket.pages} == {PageState.RESERVED}
+                places = attempt.ticket.places.values()
+                assert {self.pools.of(place).state(place.page) for place in places} == {PageState.RESERVED}
 
     def teardown(self) -> None:
         """Time alone ends whatever waits for a peer; the rest ends with the call that owns it."""
@@ -276,8 +283,12 @@ class HandoffMachine(RuleBasedStateMachine):
             self.table.abort(attempt.ticket)
             self.ended(attempt, TicketState.ABORTED)
         assert (len(self.table), self.table.next_expiry()) == (0, None)
-        assert self.pool.num_free == NUM_PAGES
+        assert self.pools.num_free == self.pools.num_pages
 
 
-TestHandoffMachine = HandoffMachine.TestCase
-TestHandoffMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_machine(kind: str) -> None:
+    run_state_machine_as_test(type(f"HandoffMachine_{kind}", (HandoffMachine,), {"kind": kind}), settings=SETTINGS)
