@@ -161,7 +161,8 @@ class ChainModel:
             if not is_open or first + size <= end:
                 self.pages[place] = [*known, *content[len(known) :]]
             else:
-                self.pages[self._tail(sequence, number)] = [*known, *content[len(known) : end - first]]
+                open_part = [*known, *content[len(known) : end - first]]
+                self.pages[self._tail(sequence, number)] = open_part + [None] * (size - len(open_part))
 
     def _tail(self, sequence: Sequence, group: int) -> Place:
         assert sequence.tail is not None
@@ -196,6 +197,11 @@ class Driver:
         """Do what a push and its commit do."""
         assert isinstance(self.scheduler, DecodeScheduler)
         self.model.receive(one, self.scheduler.tables.expected(one))
+        self.activate(one, with_first=with_first)
+
+    def activate(self, one: Sequence, *, with_first: bool = True) -> None:
+        """All pages have come."""
+        assert isinstance(self.scheduler, DecodeScheduler)
         first = self.model.sample(one) if with_first else None
         assert not isinstance(first, SampleFailure)
         self.record(self.scheduler.activate(one, first, self.now))
