@@ -260,21 +260,26 @@ def hold(pools: PagePools, places: Iterable[Place]) -> list[Place]:
     return held
 
 
-def prefill(num_pages: int | tuple[int, ...] = 64, of: CacheLayout | None = None, **config: float) -> Driver:
-    return _driver(PrefillScheduler, num_pages, of or layout(), config)
+def prefill(
+    num_pages: int | tuple[int, ...] = 64, of: CacheLayout | None = None, num_tails: int = 8, **config: float
+) -> Driver:
+    return _driver(PrefillScheduler, num_pages, of or layout(), num_tails, config)
 
 
-def decode(num_pages: int | tuple[int, ...] = 64, of: CacheLayout | None = None, **config: float) -> Driver:
-    return _driver(DecodeScheduler, num_pages, of or layout(), config)
+def decode(
+    num_pages: int | tuple[int, ...] = 64, of: CacheLayout | None = None, num_tails: int = 8, **config: float
+) -> Driver:
+    return _driver(DecodeScheduler, num_pages, of or layout(), num_tails, config)
 
 
 def _driver(
     kind: type[PrefillScheduler] | type[DecodeScheduler],
     num_pages: int | tuple[int, ...],
     of: CacheLayout,
+    num_tails: int,
     config: dict[str, float],
 ) -> Driver:
-    pools = PagePools(of, (num_pages,) if isinstance(num_pages, int) else num_pages, 8 if of.tails else 0)
+    pools = PagePools(of, (num_pages,) if isinstance(num_pages, int) else num_pages, num_tails)
     return Driver(kind(SchedulerConfig(**config), pools, of), pools, of)  # type: ignore[arg-type]
 
 

@@ -125,9 +125,10 @@ def end_step(
         sequence.num_steps += 1
         if not isinstance(sample, SampleFailure):  # else its pages may hold what is not a number
             tables.store(sequence, chunk.start, end)
-        tables.slide(sequence)
         if sample is not None:
             yield sequence, sample
+        if sequence.status is not SequenceStatus.FINISHED:
+            tables.slide(sequence)
     tables.end_step()
 
 
