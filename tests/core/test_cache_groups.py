@@ -70,6 +70,19 @@ def test_a_hit_whose_sinks_or_window_pages_were_evicted_is_shorter() -> None:
     assert len(driver.pools.groups[1].match(hashes)) == 10, "of the full group all are there"
 
 
+def test_without_the_sinks_there_is_no_hit() -> None:
+    driver = prefill((14, 64), layout(groups=SELECTIVE), chunk_tokens=32)
+    first = run_prompt(driver, 160)
+    hashes = driver.scheduler.tables.claims.prefix._hashes(first)
+    recent = [page for page_hash in hashes[4:] for page in driver.pool.match([page_hash])]
+    driver.pool.acquire(recent)
+    driver.pool.release(recent)  # later used than the sinks
+    for variant in range(1, 5):
+        run_prompt(driver, 40, variant)
+    assert [len(driver.pool.match([page_hash])) for page_hash in hashes] == [0] * 4 + [1] * 5 + [0]
+    assert run_prompt(driver, 170).num_cached == 0
+
+
 @pytest.mark.parametrize("num_tokens", [161, 170, 230])
 def test_a_hit_is_computed_on_from_the_pages_of_the_window_alone(num_tokens: int) -> None:
     driver = prefill((14, 64), layout(groups=SELECTIVE), chunk_tokens=32)
@@ -92,6 +105,13 @@ def test_a_fully_cached_prompt_copies_the_last_page_of_each_group() -> None:
         assert (first.num_cached, again.num_cached) == (0, num_cached)
         assert sum(len(plan.copies) for plan in driver.plans) == num_copies
         driver.check_idle()
+
+
+def test_the_source_of_a_copy_is_promised_too() -> None:
+    driver = prefill((5, 64), layout(groups=SELECTIVE), chunk_tokens=32)
+    run_prompt(driver, 32)
+    claim = driver.scheduler.tables.claims.to_compute(sequence(prompt(32)), 32)
+    assert (claim.copies_last, claim.num_new, claim.promised) == (True, (1, 1), (3, 0))
 
 
 def test_live_requests_share_the_pages_of_their_prefix() -> None:

@@ -1,7 +1,8 @@
 """A decode worker's steps: prompts computed here, refusals, and how sequences end."""
 
 import pytest
-from scheduling import decode, golden, prompt, receive, reserve, sequence, stepped
+from chain_model import golden
+from scheduling import decode, prompt, receive, reserve, sequence, stepped
 
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
 from pageferry.core.pool import PageState

@@ -2,7 +2,8 @@
 
 from itertools import pairwise
 
-from scheduling import decode, golden, hold, layout, prompt, receive, reserve, sequence, stepped
+from chain_model import golden
+from scheduling import decode, hold, layout, prompt, receive, reserve, sequence, stepped
 
 from pageferry.core.claims import held_places
 from pageferry.core.layout import Place

@@ -11,7 +11,7 @@ from pageferry.core.sequence import Sequence
 
 B = 4
 GROUPS = ("0=full", "0=window:7,sinks:3;1=full", "0=window:9", "0=window:1;1=window:5,sinks:6;2=full")
-LENGTHS = (1, 3, 4, 5, 8, 12, 13, 27, 32, 33)
+LENGTHS = (1, 3, 4, 5, 8, 12, 13, 27, 32, 33, 40)
 KINDS = [
     pytest.param(groups, ours, theirs, id=f"{groups} {ours} to {theirs}")
     for groups in GROUPS
@@ -52,16 +52,20 @@ def test_shipped_pages_are_the_expected_ones_and_decode_on(
     from_layout = layout(B, groups, ours)
     to_layout: CacheLayout = replace(from_layout, format=PageFormat.parse(theirs))
     assert from_layout.ships_to(to_layout)
-    num_groups = len(from_layout.groups)
-    sender = prefill((64,) * num_groups, from_layout, chunk_tokens=chunk_tokens, final_chunk_tokens=0)
-    receiver = decode((64,) * num_groups, to_layout, local_chunk_tokens=chunk_tokens)
-    for num_tokens in (*LENGTHS, *LENGTHS):  # first nothing is cached, then more and more on both sides
-        for with_first in (True, False):
+    num_pages = (64,) * len(from_layout.groups)
+    sender = prefill(num_pages, from_layout, chunk_tokens=chunk_tokens, final_chunk_tokens=0)
+    receiver = decode(num_pages, to_layout, local_chunk_tokens=chunk_tokens)
+    for renewed in ("none", "none", "receiver", "sender"):  # who of them has nothing cached
+        if renewed == "receiver":
+            receiver = decode(num_pages, to_layout, local_chunk_tokens=chunk_tokens)
+        elif renewed == "sender":
+            sender = prefill(num_pages, from_layout, chunk_tokens=chunk_tokens, final_chunk_tokens=0)
+        for num_tokens in reversed(LENGTHS) if renewed == "receiver" else LENGTHS:
             one, other = sequence(prompt(num_tokens), 9), sequence(prompt(num_tokens), 9)
             assert reserve(receiver, other)
             ship(sender, one, receiver, other)
-            receiver.activate(other, with_first=with_first)
+            receiver.activate(other, with_first=num_tokens % 3 > 0)
             receiver.run()
             receiver.check_golden(other)
-    sender.check_idle()
-    receiver.check_idle()
+        sender.check_idle()
+        receiver.check_idle()

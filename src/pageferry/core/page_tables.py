@@ -155,10 +155,11 @@ class PageTables:
             for index in group.live_at_end(len(sequence.token_ids), self.page_size):
                 if index in indices:
                     is_tail = as_tails and index == num_full
+                    place = Place(number, sequence.tables[number][index])
                     if is_tail and sequence.tail is not None:
-                        yield PageKey(number, index, is_tail), Place(number, sequence.tail, is_tail)
-                    else:
-                        yield PageKey(number, index, is_tail), Place(number, sequence.tables[number][index])
+                        place = Place(number, sequence.tail, is_tail)
+                    assert place.page != NO_PAGE, f"page {index} of group {number} is handed over, but not held"
+                    yield PageKey(number, index, is_tail), place
 
     def _give_back(self, released: list[Place]) -> None:
         if self._in_step:

@@ -127,7 +127,7 @@ def end_step(
             tables.store(sequence, chunk.start, end)
         if sample is not None:
             yield sequence, sample
-        if sequence.status is not SequenceStatus.FINISHED:
+        if sequence.tables:  # else that token was its last
             tables.slide(sequence)
     tables.end_step()
 
