@@ -218,7 +218,7 @@ def test_a_prompt_whose_promised_pages_a_push_holds_sits_out_and_others_go_on() 
 
 def test_what_no_pool_can_hold_is_refused_with_its_layers() -> None:
     driver = prefill((9, 300), layout(groups=SELECTIVE), chunk_tokens=64)
-    message = "needs 10 pages of layers 0=window:64,sinks:4, for 4096 tokens; the pool has 9; chunks are 64"
+    message = "needs 10 pages of layers 0=window:64,sinks:4, for 4096 tokens in chunks of 64; the pool has 9"
     with pytest.raises(InvalidArgumentError, match=message):
         driver.add(sequence(prompt(4096)))
     with pytest.raises(InvalidArgumentError, match="of layers 1=full, for 4801 tokens; the pool has 300, for 4800"):

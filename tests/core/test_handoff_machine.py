@@ -286,7 +286,7 @@ class HandoffMachine(RuleBasedStateMachine):
         assert self.pools.num_free == self.pools.num_pages
 
 
-SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=50, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -103,7 +103,7 @@ def check_page_ends(plan: Plan, budget: int) -> None:
 
 
 SETTINGS = settings(
-    max_examples=40,
+    max_examples=25,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

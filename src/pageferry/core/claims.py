@@ -68,8 +68,10 @@ class Claims:
             if needed > limit:
                 is_full = group.window is None
                 where = f" of layers {group}" if len(self._groups) > 1 or not is_full else ""
-                reach = f", for {limit * self._page_size} tokens" if is_full else f"; chunks are {self._chunk_tokens}"
-                text = f"{what} needs {needed} pages{where}, for {num_tokens} tokens; the pool has {limit}{reach}"
+                chunks = "" if is_full else f" in chunks of {self._chunk_tokens}"
+                reach = f", for {limit * self._page_size} tokens" if is_full else ""
+                lacks = f"{needed} pages{where}, for {num_tokens} tokens{chunks}; the pool has {limit}{reach}"
+                text = f"{what} needs {lacks}"
                 violations = (FieldViolation("prompt_ids", text),)
                 raise InvalidArgumentError(f"prompt_ids: {text}", reason="EXCEEDS_POOL", violations=violations)
 
