@@ -223,8 +223,24 @@ class GetTraceResponse(_message.Message):
     traces_data: bytes
     def __init__(self, trace_id: _Optional[str] = ..., traces_data: _Optional[bytes] = ...) -> None: ...
 
+class PoolLoad(_message.Message):
+    __slots__ = ("group", "pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    pages_reserved: int
+    pages_resident: int
+    def __init__(self, group: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ...) -> None: ...
+
 class WorkerLoad(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens")
+    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens", "pools")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -239,6 +255,7 @@ class WorkerLoad(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOLS_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_cached: int
@@ -253,4 +270,5 @@ class WorkerLoad(_message.Message):
     preemptions: int
     generated_tokens: int
     prefill_tokens: int
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., tickets: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ...) -> None: ...
+    pools: _containers.RepeatedCompositeFieldContainer[PoolLoad]
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., tickets: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ...) -> None: ...

@@ -1,11 +1,21 @@
 from pageferry.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class PageKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAGE_KIND_UNSPECIFIED: _ClassVar[PageKind]
+    PAGE_KIND_PAGE: _ClassVar[PageKind]
+    PAGE_KIND_TAIL: _ClassVar[PageKind]
+PAGE_KIND_UNSPECIFIED: PageKind
+PAGE_KIND_PAGE: PageKind
+PAGE_KIND_TAIL: PageKind
 
 class PushRequest(_message.Message):
     __slots__ = ("open", "frame", "keep_alive", "commit")
@@ -28,20 +38,22 @@ class Open(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ...) -> None: ...
 
 class PageFrame(_message.Message):
-    __slots__ = ("group", "page_index", "first_layer", "num_layers", "crc32c", "payload")
+    __slots__ = ("group", "page_index", "first_layer", "num_layers", "crc32c", "kind", "payload")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PAGE_INDEX_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     CRC32C_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     group: int
     page_index: int
     first_layer: int
     num_layers: int
     crc32c: int
+    kind: PageKind
     payload: bytes
-    def __init__(self, group: _Optional[int] = ..., page_index: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., crc32c: _Optional[int] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, group: _Optional[int] = ..., page_index: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., crc32c: _Optional[int] = ..., kind: _Optional[_Union[PageKind, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class KeepAlive(_message.Message):
     __slots__ = ()

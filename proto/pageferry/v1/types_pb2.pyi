@@ -133,8 +133,26 @@ class TensorFormat(_message.Message):
     asymmetric: bool
     def __init__(self, element: _Optional[_Union[PageElement, str]] = ..., granularity: _Optional[_Union[ScaleGranularity, str]] = ..., asymmetric: _Optional[bool] = ...) -> None: ...
 
+class LayerRange(_message.Message):
+    __slots__ = ("first_layer", "num_layers")
+    FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    first_layer: int
+    num_layers: int
+    def __init__(self, first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ...) -> None: ...
+
+class CacheGroup(_message.Message):
+    __slots__ = ("layers", "window", "sinks")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
+    layers: _containers.RepeatedCompositeFieldContainer[LayerRange]
+    window: int
+    sinks: int
+    def __init__(self, layers: _Optional[_Iterable[_Union[LayerRange, _Mapping]]] = ..., window: _Optional[int] = ..., sinks: _Optional[int] = ...) -> None: ...
+
 class PageLayout(_message.Message):
-    __slots__ = ("fingerprint", "format", "page_size", "num_layers", "num_kv_heads", "head_dim", "page_bytes", "version", "k_format", "v_format")
+    __slots__ = ("fingerprint", "format", "page_size", "num_layers", "num_kv_heads", "head_dim", "page_bytes", "version", "k_format", "v_format", "groups")
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -145,6 +163,7 @@ class PageLayout(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     K_FORMAT_FIELD_NUMBER: _ClassVar[int]
     V_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     fingerprint: str
     format: PageFormat
     page_size: int
@@ -155,7 +174,8 @@ class PageLayout(_message.Message):
     version: int
     k_format: TensorFormat
     v_format: TensorFormat
-    def __init__(self, fingerprint: _Optional[str] = ..., format: _Optional[_Union[PageFormat, str]] = ..., page_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_bytes: _Optional[int] = ..., version: _Optional[int] = ..., k_format: _Optional[_Union[TensorFormat, _Mapping]] = ..., v_format: _Optional[_Union[TensorFormat, _Mapping]] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[CacheGroup]
+    def __init__(self, fingerprint: _Optional[str] = ..., format: _Optional[_Union[PageFormat, str]] = ..., page_size: _Optional[int] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., page_bytes: _Optional[int] = ..., version: _Optional[int] = ..., k_format: _Optional[_Union[TensorFormat, _Mapping]] = ..., v_format: _Optional[_Union[TensorFormat, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[CacheGroup, _Mapping]]] = ...) -> None: ...
 
 class WorkItem(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "output_ids", "sampling", "stop", "choice", "priority", "cache_salt")
