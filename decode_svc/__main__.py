@@ -8,7 +8,7 @@ from pageferry.core.config import Config
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.handoff import TicketTable
 from pageferry.core.limits import ModelLimits
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
 from pageferry.runtime.server import GrpcServer
@@ -49,11 +49,11 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
 
         return load_engine(config.engine, config.scheduler, progress=progress)
 
-    def join(self, engine: LoadedEngine, pool: PagePool, limits: ModelLimits, parts: WorkerParts) -> DecodeWorker:
+    def join(self, engine: LoadedEngine, pools: PagePools, limits: ModelLimits, parts: WorkerParts) -> DecodeWorker:
         handoff = parts.config.handoff
         tickets = TicketTable(parts.incarnation, handoff.lease_ms / 1000, engine.layout)
-        scheduler = DecodeScheduler(parts.config.scheduler, pool, engine.layout)
-        step = DecodeStep(scheduler, pool, tickets, engine.runner, engine.layout, parts.clock)
+        scheduler = DecodeScheduler(parts.config.scheduler, pools, engine.layout)
+        step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock)
         kv_endpoint = f"{advertised_host(parts.config.server)}:{parts.port}"
         served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff.lease_ms)
         return DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)

@@ -1,38 +1,30 @@
 """The tickets of hand-offs and the references that copies in flight hold: the engine thread's side, and the loop's."""
 
-from collections.abc import Callable, Iterable, Sequence as ListLike
+from collections.abc import Callable, Iterable, Mapping, Sequence as ListLike
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pageferry.core.errors import FailedPreconditionError, PageferryError, UnavailableError, invalid
 from pageferry.core.handoff import Ticket, TicketTable
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.plan import SampledToken
-from pageferry.core.pool import PageId, PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.sequence import Sequence
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.receive import FrameKey, Grant
 
-Frame = tuple[int, int, int]  # page index, first layer, number of layers
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """An open push: `pages` are those to receive, from index `first_page` of the page table on.
-
-    They carry a reference each until the push is closed.
-    """
-
-    first_page: int
-    pages: tuple[PageId, ...]
+Places = Mapping[PageKey, Place]
 
 
 @dataclass(frozen=True, slots=True)
 class DeskActions:
-    """What the desk has done to others: start a sequence whose pages are all there, fail one, end an open push."""
+    """What the desk asks of others: which pages a sequence is to receive, to start one whose pages are all there, to
+    fail one, to end an open push.
+    """
 
+    expected: Callable[[Sequence], Places]
     activate: Callable[[Sequence, SampledToken | None, float], None]
     fail: Callable[[Sequence, PageferryError], None]
     end_push: Callable[[Grant, PageferryError], None]
@@ -41,13 +33,12 @@ class DeskActions:
 class TicketDesk:
     """Issues tickets and takes the commands of pushes. Runs on the engine's thread."""
 
-    def __init__(self, tickets: TicketTable, pool: PagePool, layout: PageLayout, actions: DeskActions) -> None:
+    def __init__(self, tickets: TicketTable, pools: PagePools, actions: DeskActions) -> None:
         self._tickets = tickets
-        self._pool = pool
-        self._layout = layout
+        self._pools = pools
         self._actions = actions
         self._live: dict[Sequence, Ticket] = {}
-        self._pushes: dict[Grant, tuple[Ticket, tuple[PageId, ...]]] = {}  # open ones, and the pages that they hold
+        self._pushes: dict[Grant, Ticket] = {}  # open ones, which hold a reference to each page to receive
 
     @property
     def num_live(self) -> int:
@@ -55,41 +46,37 @@ class TicketDesk:
 
     def issue(self, ticket_id: bytes, sequence: Sequence) -> None:
         """Issue a ticket for a sequence whose pages are reserved."""
-        num_tokens = len(sequence.token_ids)
-        first_page = sequence.num_cached // self._layout.page_size
         self._live[sequence] = self._tickets.issue(
             ticket_id,
             sequence,
-            first_page=first_page,
-            num_pages=self._layout.num_pages(num_tokens) - first_page,
-            covered_tokens=num_tokens,
+            places=self._actions.expected(sequence),
+            covered_tokens=len(sequence.token_ids),
             deadline=sequence.deadline,
         )
 
-    def open(self, push: Grant, ticket_id: bytes, layout: PageLayout, now: float) -> Opening:
-        """Open a ticket's push and take references on its pages; the caller owes `close`."""
+    def open(self, push: Grant, ticket_id: bytes, layout: CacheLayout, now: float) -> Places:
+        """Open a ticket's push: the pages to receive, with a reference to each. The caller owes `close`."""
         ticket = self._tickets.open(ticket_id, layout, now)
-        pages = ticket.pages[ticket.first_page : ticket.first_page + ticket.num_expected_pages]
-        self._pool.acquire(pages)
-        self._pushes[push] = (ticket, pages)
-        return Opening(ticket.first_page, pages)
+        self._pools.acquire(ticket.places.values())
+        self._pushes[push] = ticket
+        return ticket.places
 
-    def receive(self, push: Grant, frames: Iterable[Frame], now: float) -> None:
+    def receive(self, push: Grant, frames: Iterable[FrameKey], now: float) -> None:
         """Record frames that are copied and have matched (none: a sign of life).
 
         What comes after the ticket's end changes nothing: the push has been told, or is about to be.
         """
-        ticket = self._ticket(push)
+        ticket = self._pushes[push]
         try:
             self._tickets.renew(ticket, now)
-            for page_index, first_layer, num_layers in frames:
-                self._tickets.receive(ticket, page_index, first_layer, num_layers, now)
+            for page, first_layer, num_layers in frames:
+                self._tickets.receive(ticket, page, first_layer, num_layers, now)
         except FailedPreconditionError:
             return
 
     def commit(self, push: Grant, covered_tokens: int, first: tuple[int, SampledToken] | None, now: float) -> None:
         """Start the sequence on its pages. FailedPreconditionError, and nothing changed, where something is missing."""
-        ticket = self._ticket(push)
+        ticket = self._pushes[push]
         sequence = ticket.sequence
         if first is not None and first[0] != sequence.num_output:
             raise invalid("commit.first_tokens.position", first[0], f"must be {sequence.num_output}")
@@ -102,8 +89,8 @@ class TicketDesk:
         """The push is over and nothing is copied any more; before its commit that breaks the ticket for good."""
         if push not in self._pushes:
             return
-        ticket, pages = self._pushes.pop(push)
-        self._pool.release(pages)
+        ticket = self._pushes.pop(push)
+        self._pools.release(ticket.places.values())
         if self._live.pop(ticket.sequence, None) is not None:
             self._tickets.abort(ticket)
             self._actions.fail(ticket.sequence, _broken(error))
@@ -128,11 +115,8 @@ class TicketDesk:
         expiry = self._tickets.next_expiry()
         return None if expiry is None else max(0.0, expiry - now)
 
-    def _ticket(self, push: Grant) -> Ticket:
-        return self._pushes[push][0]
-
     def _end_push(self, ticket: Ticket, error: PageferryError) -> None:
-        for push, (other, _) in self._pushes.items():
+        for push, other in self._pushes.items():
             if other is ticket:
                 self._actions.end_push(push, error)
 
@@ -157,15 +141,15 @@ class EngineDesk:
         self._lease_ms = lease_ms
         self._vocab_size = vocab_size
 
-    async def open(self, ticket: bytes, layout: PageLayout) -> Grant:
+    async def open(self, ticket: bytes, layout: CacheLayout) -> Grant:
         grant = Grant(ticket, self._lease_ms)  # known to the desk by itself, so that an end can come before its pages
-        opening: Opening | None = None
+        places: Places | None = None
         try:
-            opening = await self._engine.call(lambda: self._desk.open(grant, ticket, layout, self._clock()))
+            places = await self._engine.call(lambda: self._desk.open(grant, ticket, layout, self._clock()))
         finally:
-            if opening is None:  # refused, or cancelled while the engine opened it all the same
+            if places is None:  # refused, or cancelled while the engine opened it all the same
                 self._post(lambda: self._desk.close(grant, None))
-        grant.first_page, grant.pages = opening.first_page, opening.pages
+        grant.places = places
         return grant
 
     def receive(self, grant: Grant, frames: ListLike[FrameKey]) -> None:

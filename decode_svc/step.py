@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, ResourceExhaustedError
 from pageferry.core.handoff import TicketTable
-from pageferry.core.layout import PageLayout
 from pageferry.core.plan import Emitted, Ended, Output, Plan, Runner, SampledToken, StepResult
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.decode_svc.desk import DeskActions, TicketDesk
 from pageferry.runtime.receive import Grant
@@ -78,15 +77,19 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
     def __init__(
         self,
         scheduler: DecodeScheduler,
-        pool: PagePool,
+        pools: PagePools,
         tickets: TicketTable,
         runner: Runner,
-        layout: PageLayout,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(scheduler, pool, runner, clock, lambda: self.desk.num_live)
-        actions = DeskActions(self._activate, self._fail, lambda push, error: self._emit(HandoffEnded(push, error)))
-        self.desk = TicketDesk(tickets, pool, layout, actions)
+        super().__init__(scheduler, pools, runner, clock, lambda: self.desk.num_live)
+        actions = DeskActions(
+            scheduler.tables.expected,
+            self._activate,
+            self._fail,
+            lambda push, error: self._emit(HandoffEnded(push, error)),
+        )
+        self.desk = TicketDesk(tickets, pools, actions)
         self._jobs: dict[Sequence, _Job] = {}
 
     def reserve(self, sequence: Sequence, ticket_id: bytes) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pageferry.core.config import Config
 from pageferry.core.limits import ModelLimits
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.prefill_svc.shipping import DecodeChannels
 from pageferry.prefill_svc.step import PrefillStep
@@ -40,9 +40,9 @@ class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
 
         return load_engine(config.engine, config.scheduler, progress=progress)
 
-    def join(self, engine: LoadedEngine, pool: PagePool, limits: ModelLimits, parts: WorkerParts) -> PrefillWorker:
-        scheduler = PrefillScheduler(parts.config.scheduler, pool, engine.layout)
-        step = PrefillStep(scheduler, pool, engine.runner, engine.layout, parts.clock)
+    def join(self, engine: LoadedEngine, pools: PagePools, limits: ModelLimits, parts: WorkerParts) -> PrefillWorker:
+        scheduler = PrefillScheduler(parts.config.scheduler, pools, engine.layout)
+        step = PrefillStep(scheduler, pools, engine.runner, parts.clock)
         push_parts = PushParts(engine.pages, parts.executor, parts.config.handoff, parts.tracer)
         channels = DecodeChannels(lambda endpoint: open_channel(endpoint, parts.tracer))
         return PrefillWorker(step, limits, push_parts, channels, parts.publisher, parts.clock)

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import grpc
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
+from pageferry.core.layout import PageKey, Place
 from pageferry.core.plan import SampledToken
-from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats
 from pageferry.runtime.logs import log
 from pageferry.runtime.push import PushClient, PushParts
 from pageferry.v1.prefill_pb2 import HandoffTarget
 
 MAX_IDLE_CHANNELS = 16
-Pages = Sequence[tuple[int, PageId]]  # index in the page table, page
+Pages = Sequence[tuple[PageKey, Place]]
 
 
 class DecodeChannels:
@@ -56,7 +56,7 @@ class Shipment:
         channels: DecodeChannels,
         target: HandoffTarget,
         parts: PushParts,
-        give_back: Callable[[Sequence[PageId]], None],
+        give_back: Callable[[Sequence[Place]], None],
         on_over: Callable[[HandoffStats | PageferryError], None],
     ) -> None:
         self._channels = channels
@@ -79,7 +79,7 @@ class Shipment:
     def add(self, pages: Pages) -> None:
         """Ship these; takes over a reference to each page."""
         if self._is_over:
-            self._give_back([page for _, page in pages])
+            self._give_back([place for _, place in pages])
         elif pages:
             self._waiting.append(pages)
             self._changed.set()
@@ -141,4 +141,4 @@ class Shipment:
     def _drop_waiting(self) -> None:
         self._is_over = True
         while self._waiting:
-            self._give_back([page for _, page in self._waiting.popleft()])
+            self._give_back([place for _, place in self._waiting.popleft()])

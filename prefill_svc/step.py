@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import PageKey, Place
 from pageferry.core.plan import Chunk, Emitted, Ended, Plan, Runner, SampledToken, StepResult
-from pageferry.core.pool import PageId, PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.runtime.reports import Report
@@ -35,40 +35,48 @@ class Failed:
 Event = ChunkDone | Drawn | Failed | Report
 
 
+@dataclass(slots=True)
+class _Handover:
+    """Of a sequence whose pages are shipped."""
+
+    next_page: int  # those before it are handed over, or not to be
+    as_tails: bool  # whether the receiver keeps open pages as tails
+
+
 class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
     """A prefill worker's: each chunk's pages come with its event."""
 
     def __init__(
         self,
         scheduler: PrefillScheduler,
-        pool: PagePool,
+        pools: PagePools,
         runner: Runner,
-        layout: PageLayout,
         clock: Callable[[], float],
     ) -> None:
-        super().__init__(scheduler, pool, runner, clock)
-        self._pool = pool
-        self._layout = layout
-        self._next_page: dict[Sequence, int] = {}  # of sequences whose pages are shipped: the first not handed over yet
+        super().__init__(scheduler, pools, runner, clock)
+        self._pools = pools
+        self._handovers: dict[Sequence, _Handover] = {}
 
-    def add(self, sequence: Sequence, first_page: int | None) -> None:
+    def add(self, sequence: Sequence, first_page: int | None, *, as_tails: bool = False) -> None:
         """Queue a prompt; pages from `first_page` on come with the events of its chunks, none where it is None.
+
+        Those are the pages that live at the prompt's end. `as_tails`: the last one, not full, is named a tail.
 
         Raises DeadlineExceededError without any work where the deadline has passed, and what the scheduler raises.
         """
         self._scheduler.add(sequence, self._accept(sequence))
         if first_page is not None:
-            self._next_page[sequence] = first_page
+            self._handovers[sequence] = _Handover(first_page, as_tails)
 
     def abort(self, sequence: Sequence) -> None:
         """Forget a sequence in any state; idempotent. Pages that events carried keep their references."""
-        self._next_page.pop(sequence, None)
+        self._handovers.pop(sequence, None)
         self._scheduler.abort(sequence)
         self._reporter.mark_changed()
 
-    def release_pages(self, pages: list[PageId]) -> None:
+    def release_pages(self, places: list[Place]) -> None:
         """Give back references that an event carried."""
-        self._pool.release(pages)
+        self._pools.release(places)
         self._reporter.mark_changed()
 
     def _apply(self, plan: Plan, result: StepResult, started: float, ended: float) -> None:
@@ -82,7 +90,7 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
             sequence, end = chunk.sequence, over.get(chunk.sequence)
             pages = taken[sequence]
             if end is not None and (end.failure or end.reason is not None):  # nobody will read them
-                self._pool.release([page for _, page in pages])
+                self._pools.release([place for _, place in pages])
                 pages = ()
             self._pending.append(ChunkDone(sequence, chunk.start, chunk.num_tokens, started, ended, pages))
             if sequence in drawn and end is not None:
@@ -90,27 +98,27 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
             elif end is not None:
                 self._end(end, ended)
 
-    def _take_pages(self, chunk: Chunk) -> tuple[tuple[int, PageId], ...]:
+    def _take_pages(self, chunk: Chunk) -> tuple[tuple[PageKey, Place], ...]:
         """Acquire the pages that are complete once `chunk` is, and that were not handed over yet."""
-        sequence = chunk.sequence
-        first = self._next_page.get(sequence)
-        if first is None:
+        handover = self._handovers.get(chunk.sequence)
+        if handover is None:
             return ()
-        covered = chunk.start + chunk.num_tokens
-        end = self._layout.num_pages(covered) if chunk.samples else covered // self._layout.page_size
-        pages = tuple((index, sequence.pages[index]) for index in range(first, end))
-        self._pool.acquire(page for _, page in pages)
-        self._next_page[sequence] = max(first, end)
-        return pages
+        tables, end = self._scheduler.tables, chunk.start + chunk.num_tokens
+        pages = tables.shippable(
+            chunk.sequence, handover.next_page, chunk.start, end, as_tails=handover.as_tails
+        )
+        self._pools.acquire(place for _, place in pages)
+        handover.next_page = max(handover.next_page, end // tables.page_size)
+        return tuple(pages)
 
     def _draw(self, emitted: Emitted, end: Ended, now: float) -> None:
-        self._next_page.pop(emitted.sequence, None)
+        self._handovers.pop(emitted.sequence, None)
         self._reporter.num_generated += 1
         self._pending.append(Drawn(emitted.sequence, emitted.position, emitted.token, end.reason, now))
 
     def _end(self, ended: Ended, now: float) -> None:
         """Without a token."""
-        self._next_page.pop(ended.sequence, None)
+        self._handovers.pop(ended.sequence, None)
         error: PageferryError = InternalError(ended.failure, reason="SAMPLING_FAILED")
         if ended.failure == "deadline":
             error = DeadlineExceededError("the deadline passed before the first token was drawn")

@@ -11,8 +11,8 @@ from opentelemetry.context import Context
 
 from pageferry.core.errors import PageferryError, invalid
 from pageferry.core.handoff import TICKET_BYTES
+from pageferry.core.layout import Place
 from pageferry.core.limits import ModelLimits
-from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats
 from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
@@ -34,10 +34,12 @@ from pageferry.v1.prefill_pb2 import (
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One live Prefill call."""
+    """One live Prefill call; with a shipment, pages from `first_page` on go to a decode worker."""
 
     sequence: Sequence
     shipment: Shipment | None = None
+    first_page: int | None = None
+    as_tails: bool = False  # whether the decode worker keeps open pages as tails
     parent: Context = field(default_factory=otel_context.get_current)
     first_chunk: float | None = None
     outcomes: "asyncio.Queue[Drawn | HandoffStats | PageferryError]" = field(default_factory=asyncio.Queue)
@@ -98,7 +100,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
             with self._ids.claim(work.request_id):
                 call = self._call(work, target, context)
                 try:
-                    drawn = await self._serve(call, target, context)
+                    drawn = await self._serve(call, context)
                     outcome.name = drawn.reason.value if drawn.reason is not None else "handed_over"
                 finally:
                     self._release(call)
@@ -107,16 +109,16 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         call = _Call(Sequence(work, self._clock(), deadline_of(context, self._clock)))
         if target is not None:
             over = partial(self._take_outcome, call)
-            source = self._push_parts.source.converted(layout_from_proto(target.layout))
-            parts = replace(self._push_parts, source=source)
+            layout = layout_from_proto(target.layout)
+            parts = replace(self._push_parts, source=self._push_parts.source.converted(layout))
             call.shipment = Shipment(self._channels, target, parts, self._give_back, over)
+            call.first_page, call.as_tails = target.cached_tokens // layout.page_size, layout.format.has_tails
         self._calls[call.sequence] = call  # before the engine knows of it, so that no event is lost
         return call
 
-    async def _serve(self, call: _Call, target: HandoffTarget | None, context: Any) -> Drawn:
+    async def _serve(self, call: _Call, context: Any) -> Drawn:
         sequence, metrics = call.sequence, self._publisher.metrics
-        first_page = target.cached_tokens // self._layout.page_size if target is not None else None
-        await self.engine.call(lambda: self._step.add(sequence, first_page))
+        await self.engine.call(lambda: self._step.add(sequence, call.first_page, as_tails=call.as_tails))
         if call.shipment is not None:
             task = call.shipment.start()
             self._shipments.add(task)
@@ -152,7 +154,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
     def _take_chunk(self, chunk: ChunkDone) -> None:
         call = self._calls.get(chunk.sequence)
         if call is None:
-            self._give_back([page for _, page in chunk.pages])
+            self._give_back([place for _, place in chunk.pages])
             return
         if call.first_chunk is None:
             call.first_chunk = chunk.started
@@ -206,8 +208,8 @@ class PrefillWorker(WorkCalls[_Call, Event]):
     def _fail(self, call: _Call, error: PageferryError) -> None:
         call.outcomes.put_nowait(error)
 
-    def _give_back(self, pages: ListLike[PageId]) -> None:
-        held = list(pages)
+    def _give_back(self, places: ListLike[Place]) -> None:
+        held = list(places)
         self._post(lambda: self._step.release_pages(held))
 
 

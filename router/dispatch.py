@@ -182,12 +182,11 @@ class Dispatcher:
         )
         num_tokens = ask.demand.num_tokens
         if grant.prefill is not None:
-            grant.prefill_work = grant.prefill.view.dispatch(num_tokens - ask.cached_tokens(grant.prefill), 0)
+            grant.prefill_work = grant.prefill.view.dispatch(num_tokens - ask.cached_tokens(grant.prefill))
         if grant.decode is not None:
-            layout = grant.decode.view.layout
-            assert layout is not None, "a ready worker has a layout"
-            uncached = num_tokens - ask.cached_tokens(grant.decode)
-            num_pages = layout.num_pages(uncached) + self._settings.headroom_pages
+            state = decode_state(grant.decode, ask.cached_tokens(grant.decode))
+            num_pages = state.needed_pages(ask.demand, self._settings.headroom_pages)
+            uncached = num_tokens - state.cached_tokens
             grant.decode_work = grant.decode.view.dispatch(uncached if grant.prefill is None else 0, num_pages)
         return grant
 
@@ -221,7 +220,8 @@ def decode_state(worker: Worker, cached_tokens: int) -> DecodeState:
         layout=view.layout,
         num_active=load.running + load.waiting + load.tickets + len(view.uncounted),
         max_num_seqs=view.snapshot.max_num_seqs,
-        available_pages=load.pages_free + load.pages_cached - sum(work.num_pages for work in view.uncounted),
+        available_pages=view.available_pages,
+        chunk_tokens=view.snapshot.chunk_tokens,
         queued_tokens=load.queued_prompt_tokens + sum(work.num_tokens for work in view.uncounted),
         tokens_per_s=load.prefill_tokens_per_s,
         cached_tokens=cached_tokens,
@@ -229,6 +229,5 @@ def decode_state(worker: Worker, cached_tokens: int) -> DecodeState:
 
 
 def capacity_tokens(workers: Sequence[Worker]) -> int | None:
-    """Tokens that the largest pool of the workers holds; None without a worker."""
-    sizes = [worker.view.load.pages_total * worker.view.layout.page_size for worker in workers if worker.view.layout]
-    return max(sizes, default=None)
+    """Tokens that the pools of the largest of the workers hold; None without a worker."""
+    return max((worker.view.capacity_tokens() for worker in workers), default=None)

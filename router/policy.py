@@ -1,6 +1,7 @@
 """Which workers a request goes to: pure functions over what is known of the workers at one moment.
 
-A decode worker is chosen first, by the share of its free pages and of its slots that the request would take. Among the
+A decode worker is chosen first, by the share of its free pages and of its slots that the request would take; where it
+has several pools of pages, the pool counts of which it would take the greatest share. Among the
 prefill workers that can fill its pages the one with the lowest predicted time to first token is taken. The decode
 worker computes the prompt itself where that is short, or predicted to be much faster, or where nobody else can.
 """
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import CacheLayout
 
 DEFAULT_TOKENS_PER_S = 500.0  # of a prefill worker that has not measured its speed yet
 # A decode worker's streams all stall while it computes a prompt, so it must be this much faster than the alternative.
@@ -38,7 +39,7 @@ class PrefillState:
     """A usable prefill worker: its last load report and what was sent to it since."""
 
     address: str
-    layout: PageLayout
+    layout: CacheLayout
     num_waiting: int
     queued_tokens: int
     tokens_per_s: float  # 0: unknown
@@ -64,26 +65,40 @@ class DecodeState:
     """A usable decode worker: its last load report and what was sent to it since."""
 
     address: str
-    layout: PageLayout
+    layout: CacheLayout
     num_active: int  # sequences that hold a slot or wait for one
     max_num_seqs: int
-    available_pages: int
+    available_pages: tuple[int, ...]  # of each cache group, then of tails where there are such
+    chunk_tokens: int  # most that it computes at once
     queued_tokens: int
     tokens_per_s: float  # of prompts; 0: unknown
     cached_tokens: int  # of this request's
 
-    def needed_pages(self, demand: Demand, headroom_pages: int) -> int:
-        cached_pages = self.cached_tokens // self.layout.page_size
-        return self.layout.num_pages(demand.num_tokens) + headroom_pages - cached_pages
+    def needed_pages(self, demand: Demand, headroom_pages: int) -> tuple[int, ...]:
+        """Of each pool, in the order of `available_pages`."""
+        page_size = self.layout.page_size
+        num_tokens = demand.num_tokens + headroom_pages * page_size
+        groups = [
+            # Cached pages spare a window none: all that it may hold at once is kept free for it.
+            group.most_live(num_tokens, self.chunk_tokens, page_size)
+            - (self.cached_tokens // page_size if group.window is None else 0)
+            for group in self.layout.groups
+        ]
+        return (*groups, 1) if self.layout.format.has_tails else tuple(groups)
 
     def has_room(self, demand: Demand, headroom_pages: int) -> bool:
-        has_slot = self.num_active < self.max_num_seqs
-        return has_slot and self.needed_pages(demand, headroom_pages) <= self.available_pages
+        pools = zip(self.needed_pages(demand, headroom_pages), self.available_pages, strict=True)
+        return self.num_active < self.max_num_seqs and all(needed <= available for needed, available in pools)
 
     def load_score(self, demand: Demand, headroom_pages: int) -> float:
-        """Share of the free pages plus share of the slots in use; lower is better."""
-        pages = self.needed_pages(demand, headroom_pages) / max(1, self.available_pages)
-        return pages + self.num_active / max(1, self.max_num_seqs)
+        """Share of the free pages of the scarcest pool plus share of the slots in use; lower is better."""
+        needed, available = self.scarcest_pages(demand, headroom_pages)
+        return needed / max(1, available) + self.num_active / max(1, self.max_num_seqs)
+
+    def scarcest_pages(self, demand: Demand, headroom_pages: int) -> tuple[int, int]:
+        """Needed and available pages of the pool of which the request would take the greatest share."""
+        pools = zip(self.needed_pages(demand, headroom_pages), self.available_pages, strict=True)
+        return max(pools, key=lambda pool: pool[0] / max(1, pool[1]))
 
     def ttft_s(self, demand: Demand) -> float | None:
         """Predicted seconds to the first token if it computes the prompt; None while its speed is unknown."""
@@ -135,7 +150,7 @@ def _by_load(demand: Demand, decodes: Iterable[DecodeState], settings: Settings)
         key=lambda decode: (
             decode.load_score(demand, settings.headroom_pages),
             decode.num_active,
-            -decode.available_pages,
+            -min(decode.available_pages),
             decode.address,
         ),
     )
@@ -206,7 +221,7 @@ def _decode_attributes(decode: DecodeState, demand: Demand, settings: Settings) 
         "pageferry.route.decode": decode.address,
         "pageferry.route.decode_score": decode.load_score(demand, settings.headroom_pages),
         "pageferry.route.decode_active": decode.num_active,
-        "pageferry.route.decode_available_pages": decode.available_pages,
+        "pageferry.route.decode_available_pages": decode.scarcest_pages(demand, settings.headroom_pages)[1],
         "pageferry.route.decode_cached_tokens": decode.cached_tokens,
     }
     local_s = decode.ttft_s(demand)

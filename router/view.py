@@ -3,10 +3,11 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from pageferry.core.layout import PageLayout
+from pageferry.core.errors import invalid
+from pageferry.core.layout import CacheLayout
 from pageferry.core.prefix import HASH_BYTES
 from pageferry.runtime.convert import layout_from_proto
-from pageferry.v1.inference_pb2 import WorkerLoad
+from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 from pageferry.v1.worker_pb2 import Snapshot, WatchResponse
 
 
@@ -19,7 +20,7 @@ class Dispatched:
     """Work sent to a worker. Once accepted it is in the worker's next load report; before, only we know of it."""
 
     num_tokens: int
-    num_pages: int
+    num_pages: tuple[int, ...]  # of each pool, in the order of `WorkerView.pools`; empty: not counted
     accepted: bool = False
 
 
@@ -29,7 +30,7 @@ class WorkerView:
     def __init__(self) -> None:
         self.incarnation = b""
         self.snapshot: Snapshot | None = None
-        self.layout: PageLayout | None = None
+        self.layout: CacheLayout | None = None
         self.load = WorkerLoad()
         self.draining = False
         self.refusing = False  # it has refused work since its last load report
@@ -77,10 +78,37 @@ class WorkerView:
         self._take_load(snapshot.load)
 
     def _take_load(self, load: WorkerLoad) -> None:
+        assert self.layout is not None, "a snapshot comes first"
+        num_pools = len(self.layout.groups) + self.layout.format.has_tails
+        if max(1, len(load.pools)) != num_pools:
+            raise invalid("load.pools", len(load.pools), f"must be {num_pools}, for the layout's groups and tails")
         self.load = load
         self.refusing = False
         for dispatched in [entry for entry in self._dispatched if entry.accepted]:
             del self._dispatched[dispatched]
+
+    @property
+    def pools(self) -> Sequence[PoolLoad | WorkerLoad]:
+        """Of each cache group, then of tails where the layout has such. An older worker has told of all as one."""
+        return self.load.pools or [self.load]
+
+    @property
+    def available_pages(self) -> tuple[int, ...]:
+        """Pages of each pool that the last load report and what was sent since leave."""
+        work = [dispatched.num_pages for dispatched in self._dispatched if dispatched.num_pages]
+        return tuple(
+            pool.pages_free + pool.pages_cached - sum(pages[index] for pages in work)
+            for index, pool in enumerate(self.pools)
+        )
+
+    def capacity_tokens(self) -> int:
+        """Most tokens that a sequence can have for its pages to fit, as far as the model goes."""
+        assert self.layout is not None and self.snapshot is not None, "a ready worker has been seen"
+        most, page_size = self.snapshot.max_model_tokens, self.layout.page_size
+        for group, pool in zip(self.layout.groups, self.pools, strict=False):
+            if group.most_live(most, self.snapshot.chunk_tokens, page_size) > pool.pages_total:
+                most = pool.pages_total * page_size
+        return most
 
     def cached_tokens(self, page_hashes: Sequence[bytes]) -> int:
         """How many tokens at the start of a prompt, whole pages, are in the worker's prefix cache."""
@@ -92,7 +120,7 @@ class WorkerView:
     def num_cached_pages(self) -> int:
         return len(self._cached)
 
-    def dispatch(self, num_tokens: int, num_pages: int) -> Dispatched:
+    def dispatch(self, num_tokens: int, num_pages: tuple[int, ...] = ()) -> Dispatched:
         """Count work that is sent to the worker; the caller owes `forget` once it is over."""
         dispatched = Dispatched(num_tokens, num_pages)
         self._dispatched[dispatched] = None

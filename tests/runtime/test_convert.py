@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from pages import large_layout, small_layout
+from pages import grouped_layout, large_layout, small_layout
 
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import CacheLayout
 from pageferry.core.plan import SampledToken
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import FinishReason, WorkItem
@@ -59,11 +59,47 @@ def test_a_wrong_work_item_names_its_field(field: str, change: dict[str, object]
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
-@pytest.mark.parametrize("layout", [small_layout(), large_layout()])
-def test_a_layout_comes_back_as_it_was(layout: PageLayout) -> None:
-    message = convert.layout_to_proto(layout)
-    assert message.page_bytes == layout.page_bytes
+@pytest.mark.parametrize("layout", [small_layout(), large_layout(), grouped_layout()])
+def test_a_layout_comes_back_as_it_was(layout: CacheLayout) -> None:
+    message = pb.PageLayout.FromString(convert.layout_to_proto(layout).SerializeToString())
+    assert message.page_bytes == sum(pages.page_bytes for pages in layout.pages)
     assert convert.layout_from_proto(message) == layout
+
+
+def test_a_layout_without_groups_keeps_all_tokens_in_one() -> None:
+    message = convert.layout_to_proto(small_layout())
+    message.ClearField("groups")
+    assert convert.layout_from_proto(message) == small_layout()
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([(0, 0)], "layout.groups.layers is '0 to -1'"),
+        ([(2, 2)], "layout.groups.layers is '2 to 3', must be layers of 3"),
+        ([(0, 2), (1, 2)], "layout.groups.layers is '1 to 2'"),
+        ([(0, 2**32 - 1)], "layout.groups.layers"),
+        ([(0, 2)], "layout.num_layers is 3, must be 2"),
+        ([(1, 2)], "groups is '1-2=full', must hold every layer"),
+        ([], "groups is '=full', must hold every layer"),
+    ],
+)
+def test_groups_that_are_no_groups_are_refused(ranges: list[tuple[int, int]], message: str) -> None:
+    layout = convert.layout_to_proto(small_layout())
+    layout.ClearField("groups")
+    layers = [pb.LayerRange(first_layer=first, num_layers=number) for first, number in ranges]
+    layout.groups.append(pb.CacheGroup(layers=layers))
+    with pytest.raises(InvalidArgumentError, match=message):
+        convert.layout_from_proto(layout)
+
+
+@pytest.mark.parametrize("num_layers", [0, 2**32 - 1])
+def test_a_number_of_layers_that_no_model_has_is_refused(num_layers: int) -> None:
+    message = convert.layout_to_proto(small_layout())
+    message.num_layers = num_layers
+    message.ClearField("groups")
+    with pytest.raises(InvalidArgumentError, match="layout.num_layers"):
+        convert.layout_from_proto(message)
 
 
 def test_a_layout_whose_page_size_in_bytes_does_not_follow_is_refused() -> None:
@@ -73,7 +109,7 @@ def test_a_layout_whose_page_size_in_bytes_does_not_follow_is_refused() -> None:
         convert.layout_from_proto(message)
 
 
-@pytest.mark.parametrize("text", ["fp16", "fp8_e4m3", "int4", "int8:asym", "k=int8,v=int4:asym", "k=fp32,v=bf16"])
+@pytest.mark.parametrize("text", ["fp16", "fp8_e4m3", "int4", "int8:asym", "k=int8:channel,v=int4:asym", "k=fp32,v=bf16"])
 def test_every_page_format_comes_back(text: str) -> None:
     layout = replace(small_layout(), format=PageFormat.parse(text))
     message = pb.PageLayout.FromString(convert.layout_to_proto(layout).SerializeToString())
@@ -100,13 +136,6 @@ def test_an_unknown_page_format_is_refused(value: int) -> None:
         setattr(message.v_format, field, value)
         with pytest.raises(InvalidArgumentError, match=rf"layout.v_format.{field} is {value}"):
             convert.layout_from_proto(message)
-
-
-def test_scales_per_channel_are_refused() -> None:
-    message = convert.layout_to_proto(small_layout())
-    message.k_format.granularity = pb.SCALE_GRANULARITY_CHANNEL
-    with pytest.raises(InvalidArgumentError, match="scales per channel are not supported yet"):
-        convert.layout_from_proto(message)
 
 
 @pytest.mark.parametrize(

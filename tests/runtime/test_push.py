@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 import pytest
 from crc32c import crc32c
 from opentelemetry.trace import SpanKind
-from pages import TICKET, FakeDesk, Gate, MemoryPages, large_layout, small_layout
+from pages import TICKET, FakeDesk, Gate, MemoryPages, grouped_layout, large_layout, numbered, small_layout
 from spans import SpanLog, assert_one_tree
 
 from pageferry.core.config import HandoffConfig, ServerConfig
@@ -22,7 +22,7 @@ from pageferry.core.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
 from pageferry.runtime.channels import open_channel
@@ -38,7 +38,7 @@ FIRST = (0, SampledToken(42, -0.5, ((42, -0.5), (7, -1.5))))
 
 @dataclass
 class Ends:
-    """Both ends; `released` are the pages given back, in order."""
+    """Both ends; `released` are the places given back, in order."""
 
     desk: FakeDesk
     source: MemoryPages
@@ -47,7 +47,7 @@ class Ends:
     channel: grpc.aio.Channel
     parts: PushParts
     log: SpanLog
-    released: list[PageId]
+    released: list[Place]
 
     def push(self, ticket: bytes = TICKET) -> PushClient:
         return PushClient(self.channel, ticket, self.parts, self.released.extend)
@@ -61,8 +61,15 @@ class Ends:
 
 
 @asynccontextmanager
-async def ends(layout: PageLayout, num_pages: int, *, window: int = 16, lease_ms: int = 30_000) -> AsyncIterator[Ends]:
-    log, desk = SpanLog(), FakeDesk(layout, num_pages, lease_ms=lease_ms)
+async def ends(
+    layout: CacheLayout,
+    num_pages: int,
+    *,
+    pages: Sequence[tuple[PageKey, Place]] = (),
+    window: int = 16,
+    lease_ms: int = 30_000,
+) -> AsyncIterator[Ends]:
+    log, desk = SpanLog(), FakeDesk(layout, pages or numbered(num_pages), lease_ms=lease_ms)
     source, sink = MemoryPages(layout, num_pages, seed=1), MemoryPages(layout, num_pages)
     tracer = log.tracer()
     # One thread for each end, as in two processes.
@@ -76,12 +83,12 @@ async def ends(layout: PageLayout, num_pages: int, *, window: int = 16, lease_ms
                 yield Ends(desk, source, sink, server, channel, parts, log, [])
 
 
-def numbered(num_pages: int) -> list[tuple[int, PageId]]:
-    return [(page, PageId(page)) for page in range(num_pages)]
+def released(both: Ends) -> list[int]:
+    return [place.page for place in both.released]
 
 
 @pytest.mark.parametrize("layout", [small_layout(), large_layout()], ids=["one frame a page", "three frames a page"])
-async def test_pages_arrive_as_they_were_sent(layout: PageLayout) -> None:
+async def test_pages_arrive_as_they_were_sent(layout: CacheLayout) -> None:
     async with ends(layout, 4, window=4) as both:
         async with both.push() as push:
             await push.open()
@@ -92,12 +99,12 @@ async def test_pages_arrive_as_they_were_sent(layout: PageLayout) -> None:
         assert both.sink.pages == both.source.pages
         assert both.desk.committed == (60, FIRST)
         assert both.desk.closed == [None]
-        assert both.released == [0, 1, 2, 3]
-        num_bytes = sum(length for _, length in layout.ranges(0, layout.num_layers))
+        assert released(both) == [0, 1, 2, 3]
+        num_bytes = sum(length for _, length in layout.pages[0].ranges(0, layout.num_layers))
         assert (stats.pages, stats.bytes) == (4, 4 * num_bytes)
         assert stats.tail_s >= 0
         assert stats.in_flight_s > 0
-        assert len(both.desk.frames) == 4 * len(layout.frames())
+        assert len(both.desk.frames) == 4 * len(layout.pages[0].frames())
 
         spans = await both.log.wait(2)
         root = assert_one_tree(spans)
@@ -113,6 +120,30 @@ async def test_pages_arrive_as_they_were_sent(layout: PageLayout) -> None:
         assert root.attributes["pageferry.handoff.hidden"] == stats.hidden
 
 
+async def test_pages_and_tails_of_groups_arrive_where_they_belong() -> None:
+    layout = grouped_layout()
+    pages = [
+        (PageKey(0, 3), Place(0, PageId(1))),
+        (PageKey(1, 3), Place(1, PageId(0))),
+        (PageKey(0, 4, is_tail=True), Place(0, PageId(2), is_tail=True)),
+        (PageKey(1, 4, is_tail=True), Place(1, PageId(2), is_tail=True)),
+    ]
+    async with ends(layout, 3, pages=pages) as both:
+        async with both.push() as push:
+            await push.open()
+            await push.ship(pages)
+            stats = await push.commit(18, FIRST)
+        await both.closed()
+        for _, place in pages:
+            assert both.sink.pages[place] == both.source.pages[place]
+        assert stats.pages == 4
+        assert both.released == [place for _, place in pages]
+        for span in await both.log.wait(2):
+            attributes = dict(span.attributes or {})
+            assert attributes["pageferry.handoff.groups"] == "0,2=window:8;1=full"
+            assert attributes["pageferry.handoff.bytes"] == stats.bytes
+
+
 async def test_a_commit_without_a_first_token() -> None:
     async with ends(small_layout(), 1) as both, both.push() as push:
         await push.open()
@@ -125,7 +156,7 @@ async def test_the_window_bounds_what_is_in_flight() -> None:
     num_pages, window = 12, 2
     async with ends(small_layout(), num_pages, window=window) as both:
         in_flight: list[int] = []
-        both.source.before = lambda page: in_flight.append(page - len(both.desk.frames))
+        both.source.before = lambda place: in_flight.append(place.page - len(both.desk.frames))
         async with both.push() as push:
             await push.open()
             await push.ship(numbered(num_pages))
@@ -143,7 +174,7 @@ async def test_a_full_window_waits_for_the_receiver() -> None:
             shipping = asyncio.create_task(push.ship(numbered(3)))
             await gate.arrived.wait()
             assert not shipping.done()
-            assert both.released == [0], "a page is given back once it is copied, not only when it is acknowledged"
+            assert released(both) == [0], "a page is given back once it is copied, not only when it is acknowledged"
             gate.open()
             await shipping
             await push.commit(12, None)
@@ -167,14 +198,14 @@ async def test_a_ticket_that_is_refused() -> None:
             assert caught.value.reason == "UNKNOWN_TICKET"
             with pytest.raises(FailedPreconditionError):
                 await push.ship(numbered(1))
-        assert both.released == [0]
+        assert released(both) == [0]
         assert both.desk.closed == []
         assert_one_tree(await both.log.wait(2))
 
 
 async def test_layouts_that_differ_are_refused_with_both_values() -> None:
     async with ends(small_layout(), 1) as both:
-        both.source.layout = PageLayout("f" * 32, small_layout().format, 8, 3, 2, 8)
+        both.source.layout = replace(small_layout(), page_size=8)
         async with both.push() as push:
             with pytest.raises(FailedPreconditionError, match=r"page_size 4 \(receiver\) and 8 \(sender\)"):
                 await push.open()
@@ -202,11 +233,11 @@ async def test_the_receiver_ends_the_push_when_its_ticket_ends() -> None:
             async with asyncio.timeout(5):
                 await push.broken.wait()
             with pytest.raises(UnavailableError, match="the lease ran out") as caught:
-                await push.ship([(1, PageId(1))])
+                await push.ship(numbered(2)[1:])
             assert caught.value.reason == "HANDOFF_EXPIRED"
         await both.closed()
         assert len(both.desk.closed) == 1
-        assert both.released == [0, 1]
+        assert released(both) == [0, 1]
         spans = await both.log.wait(2)
         assert_one_tree(spans)
         statuses = {(span.attributes or {})["rpc.response.status_code"] for span in spans}
@@ -244,11 +275,11 @@ async def test_a_cancelled_sender_gives_pages_back_when_their_copies_are_over() 
         with pytest.raises(asyncio.CancelledError):
             await sending
         await both.closed()
-        assert both.released == [1, 2], "page 0 is being copied"
+        assert released(both) == [1, 2], "page 0 is being copied"
         gate.open()
         both.parts.executor.submit(lambda: None).result()
         await asyncio.sleep(0)
-        assert both.released == [1, 2, 0]
+        assert released(both) == [1, 2, 0]
 
 
 async def test_a_cancelled_receiver_closes_when_its_copy_is_over() -> None:
@@ -280,7 +311,7 @@ async def test_a_receiver_that_goes_away() -> None:
 
 
 def frame(both: Ends, page_index: int, **changes: Any) -> page_pb2.PushRequest:
-    payload = both.source.read(PageId(0), 0, 3)
+    payload = both.source.read(*numbered(1)[0], 0, 3)
     fields = {"page_index": page_index, "num_layers": 3, "crc32c": crc32c(payload), "payload": payload}
     return page_pb2.PushRequest(frame=page_pb2.PageFrame(**{**fields, **changes}))
 
@@ -302,9 +333,9 @@ async def send_raw(both: Ends, requests: Sequence[page_pb2.PushRequest], *, open
 
 async def test_a_corrupted_frame_is_refused_with_its_page_and_both_checksums() -> None:
     async with ends(small_layout(), 2) as both:
-        damaged = bytearray(both.source.read(PageId(0), 0, 3))
+        damaged = bytearray(both.source.read(*numbered(1)[0], 0, 3))
         damaged[100] ^= 1
-        sent = crc32c(both.source.read(PageId(0), 0, 3))
+        sent = crc32c(both.source.read(*numbered(1)[0], 0, 3))
         error = await send_raw(both, [frame(both, 1, payload=bytes(damaged))])
         await both.closed()
         assert isinstance(error, DataLossError)
@@ -312,15 +343,17 @@ async def test_a_corrupted_frame_is_refused_with_its_page_and_both_checksums() -
         assert f"{sent:08x}" in str(error)
         assert f"{crc32c(bytes(damaged)):08x}" in str(error)
         assert both.desk.frames == []
-        assert both.sink.pages[1] == bytes(small_layout().page_bytes), "nothing was written"
+        assert both.sink.pages[numbered(2)[1][1]] == bytes(small_layout().pages[0].page_bytes), "nothing was written"
         assert isinstance(both.desk.closed[0], DataLossError)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"page_index": 2}, "frame.page_index is 2, must be from 0 to 1"),
-        ({"group": 1}, "frame.group is 1, must be 0"),
+        ({"page_index": 2}, "frame.page_index is 'page 2 of group 0', must be one of the 2 pages"),
+        ({"group": 1}, "frame.page_index is 'page 0 of group 1'"),
+        ({"kind": page_pb2.PAGE_KIND_TAIL}, "frame.page_index is 'tail 0 of group 0'"),
+        ({"kind": 3}, "frame.kind is 3, is none that this version knows"),
         ({"first_layer": 1}, r"frame.first_layer, num_layers is \(1, 3\)"),
         ({"num_layers": 0}, r"frame.first_layer, num_layers is \(0, 0\)"),
         ({"first_layer": 2**32 - 1}, "frame.first_layer"),

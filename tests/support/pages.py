@@ -4,10 +4,12 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pageferry.core.errors import FailedPreconditionError, PageferryError
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup, full_group
+from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
 from pageferry.runtime.receive import FrameKey, Grant
@@ -15,52 +17,72 @@ from pageferry.runtime.receive import FrameKey, Grant
 TICKET = bytes(range(16))
 
 
-def small_layout() -> PageLayout:
+def small_layout() -> CacheLayout:
     """One frame a page."""
-    return PageLayout("f" * 32, PageFormat.parse("int8"), page_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
+    return CacheLayout("f" * 32, PageFormat.parse("int8"), 4, num_kv_heads=2, head_dim=8, groups=(full_group(3),))
 
 
-def large_layout() -> PageLayout:
+def large_layout() -> CacheLayout:
     """Three frames a page."""
-    return PageLayout("f" * 32, PageFormat.parse("fp32"), page_size=16, num_layers=20, num_kv_heads=8, head_dim=128)
+    return CacheLayout("f" * 32, PageFormat.parse("fp32"), 16, num_kv_heads=8, head_dim=128, groups=(full_group(20),))
+
+
+def grouped_layout() -> CacheLayout:
+    """Two groups of pages, and their tails."""
+    groups = (CacheGroup((0, 2), window=8), CacheGroup((1,)))
+    return replace(small_layout(), format=PageFormat.parse("k=int8:channel,v=int8"), groups=groups)
 
 
 class MemoryPages:
     """A PageSource and PageSink. `before` runs at each access, on the thread that makes it."""
 
-    def __init__(self, layout: PageLayout, num_pages: int, *, seed: int | None = None) -> None:
+    def __init__(self, layout: CacheLayout, num_pages: int, *, seed: int | None = None) -> None:
+        """`num_pages` of each group, and as many tails."""
         self.layout = layout
-        self.before: Callable[[PageId], None] = lambda page: None
-        self.pages = [bytearray(layout.page_bytes) for _ in range(num_pages)]
+        self.before: Callable[[Place], None] = lambda place: None
+        kinds = [(False, layout.pages), (True, layout.tails)]
+        self.pages = {
+            Place(group, PageId(page), is_tail): bytearray(pages.page_bytes)
+            for is_tail, layouts in kinds
+            for group, pages in enumerate(layouts)
+            for page in range(num_pages)
+        }
         if seed is not None:
-            for page, content in enumerate(self.pages):
-                for offset, length in layout.ranges(0, layout.num_layers):  # all but the padding
-                    content[offset : offset + length] = random.Random(seed + page).randbytes(length)
+            for number, (place, content) in enumerate(self.pages.items()):
+                for offset, length in layout.of(place).ranges(0, layout.of(place).num_layers):  # all but the padding
+                    content[offset : offset + length] = random.Random(seed + number).randbytes(length)
 
-    def read(self, page: PageId, first_layer: int, num_layers: int) -> bytes:
-        self.before(page)
-        ranges = self.layout.ranges(first_layer, num_layers)
-        return b"".join(self.pages[page][offset : offset + length] for offset, length in ranges)
+    def read(self, key: PageKey, place: Place, first_layer: int, num_layers: int) -> bytes:
+        assert (key.group, key.is_tail) == (place.group, place.is_tail)
+        self.before(place)
+        ranges = self.layout.of(place).ranges(first_layer, num_layers)
+        return b"".join(self.pages[place][offset : offset + length] for offset, length in ranges)
 
-    def converted(self, layout: PageLayout) -> "MemoryPages":
+    def converted(self, layout: CacheLayout) -> "MemoryPages":
         assert layout == self.layout
         return self
 
-    def write(self, page: PageId, first_layer: int, num_layers: int, payload: bytes) -> None:
-        self.before(page)
+    def write(self, place: Place, first_layer: int, num_layers: int, payload: bytes) -> None:
+        self.before(place)
         start = 0
-        for offset, length in self.layout.ranges(first_layer, num_layers):
-            self.pages[page][offset : offset + length] = payload[start : start + length]
+        for offset, length in self.layout.of(place).ranges(first_layer, num_layers):
+            self.pages[place][offset : offset + length] = payload[start : start + length]
             start += length
 
 
-class FakeDesk:
-    """One ticket, TICKET, for `num_pages` pages from index `first_page` of the page table on."""
+def numbered(num_pages: int) -> list[tuple[PageKey, Place]]:
+    """Pages of group 0, from index 0 on, each at the place of that number."""
+    return [(PageKey(0, page), Place(0, PageId(page))) for page in range(num_pages)]
 
-    def __init__(self, layout: PageLayout, num_pages: int, *, first_page: int = 0, lease_ms: int = 30_000) -> None:
+
+class FakeDesk:
+    """One ticket, TICKET, for these pages."""
+
+    def __init__(
+        self, layout: CacheLayout, pages: Sequence[tuple[PageKey, Place]], *, lease_ms: int = 30_000
+    ) -> None:
         self._layout = layout
-        self._first_page = first_page
-        self._pages = [PageId(page) for page in range(num_pages)]
+        self._places = dict(pages)
         self._lease_ms = lease_ms
         self.grant: Grant | None = None
         self.frames: list[FrameKey] = []
@@ -69,11 +91,11 @@ class FakeDesk:
         self.closed: list[PageferryError | None] = []
         self.has_closed = asyncio.Event()
 
-    async def open(self, ticket: bytes, layout: PageLayout) -> Grant:
+    async def open(self, ticket: bytes, layout: CacheLayout) -> Grant:
         if ticket != TICKET or self.grant:
             raise FailedPreconditionError("ticket is unknown", reason="UNKNOWN_TICKET")
         self._layout.check_equal(layout, ours="receiver", theirs="sender")
-        self.grant = Grant(ticket, self._lease_ms, self._first_page, self._pages)
+        self.grant = Grant(ticket, self._lease_ms, self._places)
         return self.grant
 
     def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:
@@ -82,7 +104,7 @@ class FakeDesk:
             self.kept_alive.set()
 
     async def commit(self, grant: Grant, covered_tokens: int, first: tuple[int, SampledToken] | None) -> None:
-        if len({frame.page_index for frame in self.frames}) != len(self._pages):
+        if {frame.page for frame in self.frames} != set(self._places):
             raise FailedPreconditionError("pages are missing", reason="PAGES_MISSING")
         self.committed = (covered_tokens, first)
 
@@ -100,7 +122,7 @@ class Gate:
         self._loop = asyncio.get_running_loop()
         self._open = threading.Event()
 
-    def pass_through(self, page: PageId) -> None:
+    def pass_through(self, place: Place) -> None:
         self._loop.call_soon_threadsafe(self.arrived.set)
         assert self._open.wait(5), "the gate stayed shut"
 

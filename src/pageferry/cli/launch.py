@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pageferry.cli.supervisor import ChildSpec
 from pageferry.core.config import Config
-from pageferry.core.errors import UnavailableError, invalid
+from pageferry.core.errors import InvalidArgumentError, UnavailableError, invalid
 from pageferry.core.model_files import resolve_model
 
 _COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
@@ -45,8 +45,17 @@ class Launch:
         ]
 
 
-def plan(base: Config, num_prefill: int, num_decode: int, environment: Mapping[str, str]) -> Launch:
-    """Choose ports and thread counts. Raises PageferryError where the model or a port can't be had."""
+def plan(
+    base: Config,
+    num_prefill: int,
+    num_decode: int,
+    environment: Mapping[str, str],
+    devices: Mapping[str, str | None] | None = None,
+) -> Launch:
+    """Choose ports and thread counts. Raises PageferryError where the model or a port can't be had.
+
+    `devices` of "prefill" and of "decode" workers are separated by commas and go round; None: the configuration's.
+    """
     if not 0 <= num_prefill <= MAX_WORKERS:
         raise invalid("--prefill", num_prefill, f"must be from 0 (decode workers compute prompts) to {MAX_WORKERS}")
     if not 1 <= num_decode <= MAX_WORKERS:
@@ -72,12 +81,25 @@ def plan(base: Config, num_prefill: int, num_decode: int, environment: Mapping[s
         role: replace(
             base,
             server=replace(server, host=_LOOPBACK, port=worker_port, http_port=0),
-            engine=replace(base.engine, threads=threads),
+            engine=replace(base.engine, threads=threads, device=_device(base, role, devices or {})),
             telemetry=replace(base.telemetry, otlp_endpoint=endpoint, metrics_port=_metrics_port(base, index)),
         )
         for index, (role, worker_port) in enumerate(ports.items())
     }
     return replace(launch, workers=workers)
+
+
+def _device(base: Config, role: str, devices: Mapping[str, str | None]) -> str:
+    """The device of a worker such as "decode-0"."""
+    kind, _, number = role.partition("-")
+    given = devices.get(kind)
+    if given is None:
+        return base.engine.device
+    try:
+        choices = [replace(base.engine, device=device.strip()).device for device in given.split(",")]
+    except InvalidArgumentError:
+        raise invalid(f"--{kind}-devices", given, "must be cpu or cuda:N, separated by commas") from None
+    return choices[int(number) % len(choices)]
 
 
 def to_toml(config: Config) -> str:

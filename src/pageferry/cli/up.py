@@ -18,25 +18,22 @@ from pageferry.client import Client
 from pageferry.core.config import Config, ServerConfig, load_config
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from pageferry.core.settings import parse_overrides
+from pageferry.runtime.process import ENGINE_OPTIONS, add_engine_options, given_settings
 from pageferry.v1 import inference_pb2 as pb
 
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8080
 _POLL_S = 0.1
-_PAGES_HELP = (
-    "format of the pages: fp32, bf16, fp16, fp8_e4m3, int8 (the default) or int4; integers with zero points as "
-    "int4:asym; keys and values apart as k=int8,v=int4"
-)
 _PROGRESS = "progress"  # the field of a log line that is for people
 # Fields that a terminal's lines leave out; the bytes are in the progress too.
 _UNREADABLE = ("time", "level", "service", "event", "config", "bytes")
-# Argument and the setting that it stands for.
+_ENGINE_OPTIONS = ("--pages", "--cache-layers")
+# Argument and the setting that it stands for, beside those.
 _SETTINGS = {
     "host": "server.host",
     "port": "server.port",
     "http_port": "server.http_port",
     "model": "engine.model",
-    "pages": "engine.page_format",
     "page_size": "engine.page_size",
     "kv_memory_mb": "engine.kv_memory_mb",
     "threads": "engine.threads",
@@ -47,9 +44,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers; 0: decode workers do it")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers")
     parser.add_argument("--model", metavar="DIR|FILE.gguf|NAME", help="default smollm2, the packaged one")
-    parser.add_argument("--pages", metavar="FORMAT", help=_PAGES_HELP)
+    add_engine_options(parser, _ENGINE_OPTIONS)
     parser.add_argument("--page-size", type=int, metavar="TOKENS", help="tokens a page; default 16")
     parser.add_argument("--kv-memory-mb", type=int, metavar="MB", help="memory for pages of each worker; default 512")
+    for role in ("prefill", "decode"):
+        text = f"of the {role} workers, one each in turn: cpu (the default) or cuda:N, separated by commas"
+        parser.add_argument(f"--{role}-devices", metavar="DEVICES", help=text)
     parser.add_argument("--threads", type=int, metavar="N", help="of each worker; default: the cores, divided")
     parser.add_argument("--host", metavar="ADDRESS", help="that the router listens on; default 127.0.0.1")
     parser.add_argument("--port", type=int, help=f"of gRPC; default {DEFAULT_PORT}; 0: a free one")
@@ -62,13 +62,14 @@ def add_command(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    launch = plan(base_config(arguments), arguments.prefill, arguments.decode, os.environ)
+    devices = {role: getattr(arguments, f"{role}_devices") for role in ("prefill", "decode")}
+    launch = plan(base_config(arguments), arguments.prefill, arguments.decode, os.environ, devices)
     return asyncio.run(_up(launch))
 
 
 def base_config(arguments: argparse.Namespace) -> Config:
     """Defaults, then --config, then PAGEFERRY_SECTION_FIELD, then flags. Raises InvalidArgumentError."""
-    overrides = parse_overrides(arguments.set)
+    overrides = parse_overrides(arguments.set) | given_settings(arguments)
     for name, setting in _SETTINGS.items():
         if (value := getattr(arguments, name)) is not None:
             overrides[setting] = value
@@ -77,8 +78,9 @@ def base_config(arguments: argparse.Namespace) -> Config:
         return load_config(arguments.config, os.environ, overrides, base=defaults)
     except InvalidArgumentError as error:
         message = error.message
-        for name, setting in _SETTINGS.items():
-            message = message.replace(f"option {setting}: {setting}", f"--{name.replace('_', '-')}")
+        names = {f"--{name.replace('_', '-')}": setting for name, setting in _SETTINGS.items()}
+        for name, setting in (names | {name: ENGINE_OPTIONS[name][0] for name in _ENGINE_OPTIONS}).items():
+            message = message.replace(f"option {setting}: {setting}", name)
         raise InvalidArgumentError(message, reason=error.reason) from None
 
 

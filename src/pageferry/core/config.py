@@ -1,12 +1,14 @@
 """Configuration: one frozen, flat, checked dataclass per concern, read from TOML, then environment, then flags."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
 from pageferry.core.formats import PageFormat
+from pageferry.core.groups import parse_groups
 from pageferry.core.layout import MAX_FRAME_BYTES
 from pageferry.core.settings import Setting, convert, read_environment, read_file
 
@@ -15,6 +17,7 @@ KERNELS = ("auto", "cpu", "torch")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MAX_PORT = 65535
 _MAX_SECONDS = 86_400.0
+_MAX_LAYERS = 4096
 
 
 def _check_ranges(section: object, **limits: tuple[float, float]) -> None:
@@ -51,10 +54,23 @@ class ServerConfig:
         )
 
 
+def _check_cache_layers(text: str) -> None:
+    """All that can be told without the model: that it has no more layers than are named is taken for granted."""
+    named = [int(number) for part in text.split(";") for number in re.findall(r"[0-9]+", part.partition("=")[0])]
+    parse_groups(text, min(max(named, default=0) + 1, _MAX_LAYERS), None)
+
+
+def _check_device(device: str) -> None:
+    if not re.fullmatch(r"cpu|cuda:[0-9]{1,3}", device):
+        raise invalid("device", device, "must be cpu, or cuda:N with the number of a GPU")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     model: str = "smollm2"  # a directory, a .gguf file, or the packaged model's name
-    page_format: str = "int8"  # or fp32, bf16, fp16, fp8_e4m3, int4; int8:asym, int4:asym; k=FORMAT,v=FORMAT
+    page_format: str = "int8"  # or fp32, bf16, fp16, fp8_e4m3, int4; int8:asym, int8:channel; k=FORMAT,v=FORMAT
+    cache_layers: str = ""  # which layers keep which tokens, e.g. 0-14=window:256,sinks:4;15-29=full; empty: model's own
+    device: str = "cpu"  # or cuda:N
     page_size: int = 16
     num_pages: int = 0  # 0: what `kv_memory_mb` holds
     kv_memory_mb: int = 512
@@ -67,6 +83,8 @@ class EngineConfig:
         if not self.model:
             raise invalid("model", self.model, "must be a directory, a .gguf file or a packaged model's name")
         PageFormat.parse(self.page_format)
+        _check_cache_layers(self.cache_layers)
+        _check_device(self.device)
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
         _check_ranges(

@@ -129,6 +129,9 @@ class PageKey(NamedTuple):
     index: int  # type: ignore[assignment]  # in the group's page table; hides a method of tuples
     is_tail: bool = False  # the last page, not full, in fp16
 
+    def __str__(self) -> str:
+        return f"{'tail' if self.is_tail else 'page'} {self.index} of group {self.group}"
+
 
 class Place(NamedTuple):
     """Where a page's bytes lie: in the pool of a cache group, or in the pool of its tails."""

@@ -1,11 +1,13 @@
 """Messages of the contract as the core's types, and back. Raises InvalidArgumentError where a message is wrong."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
 from pageferry.core.errors import invalid
 from pageferry.core.formats import Element, Granularity, PageFormat, TensorFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup, full_group
+from pageferry.core.layout import CacheLayout
 from pageferry.core.plan import SampledToken
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import FinishReason, WorkItem
@@ -20,7 +22,8 @@ _FORMATS = {
 _FORMATS_BACK: dict[int, PageFormat] = {value: key for key, value in _FORMATS.items()}
 _ELEMENTS = {pb.PageElement.Value(f"PAGE_ELEMENT_{element.name}"): element for element in Element}
 _GRANULARITIES = {pb.ScaleGranularity.Value(f"SCALE_GRANULARITY_{kind.name}"): kind for kind in Granularity}
-_LAYOUT_FIELDS = ("fingerprint", "page_size", "num_layers", "num_kv_heads", "head_dim", "version")
+_LAYOUT_FIELDS = ("fingerprint", "page_size", "num_kv_heads", "head_dim", "version")
+MAX_LAYERS = 4096  # of a peer's layout
 # Those that have the same name in the core and in the contract.
 _SAMPLING_FIELDS: tuple[Any, ...] = (
     *("temperature", "top_k", "top_p", "min_p", "seed"),
@@ -56,24 +59,64 @@ def _side_from_proto(name: str, message: pb.TensorFormat) -> TensorFormat:
     return TensorFormat(_ELEMENTS[message.element], _GRANULARITIES[message.granularity], not message.asymmetric)
 
 
-def layout_to_proto(layout: PageLayout) -> pb.PageLayout:
+def groups_from_proto(message: pb.PageLayout) -> tuple[CacheGroup, ...]:
+    """The cache groups, which older peers don't know: then one that keeps all."""
+    if not 1 <= message.num_layers <= MAX_LAYERS:
+        raise invalid("layout.num_layers", message.num_layers, f"must be from 1 to {MAX_LAYERS}")
+    if not message.groups:
+        return (full_group(message.num_layers),)
+    return tuple(_group_from_proto(group, message.num_layers) for group in message.groups)
+
+
+def _group_from_proto(message: pb.CacheGroup, num_layers: int) -> CacheGroup:
+    layers: list[int] = []
+    for item in message.layers:
+        first, end = item.first_layer, item.first_layer + item.num_layers
+        if item.num_layers < 1 or end > num_layers or (layers and first <= layers[-1]):
+            limit = f"must be layers of {num_layers}, behind those before them"
+            raise invalid("layout.groups.layers", f"{first} to {end - 1}", limit)
+        layers += range(first, end)
+    return CacheGroup(tuple(layers), message.window if message.HasField("window") else None, message.sinks)
+
+
+def _group_to_proto(group: CacheGroup) -> pb.CacheGroup:
+    return pb.CacheGroup(layers=_layer_ranges(group.layers), window=group.window, sinks=group.sinks)
+
+
+def _layer_ranges(layers: tuple[int, ...]) -> Iterator[pb.LayerRange]:
+    for _, run in groupby(enumerate(layers), key=lambda item: item[1] - item[0]):
+        members = [layer for _, layer in run]
+        yield pb.LayerRange(first_layer=members[0], num_layers=len(members))
+
+
+def layout_to_proto(layout: CacheLayout) -> pb.PageLayout:
     values = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
     return pb.PageLayout(
         **values,
         format=_FORMATS.get(layout.format, pb.PAGE_FORMAT_UNSPECIFIED),
         k_format=_side_to_proto(layout.format.k),
         v_format=_side_to_proto(layout.format.v),
-        page_bytes=layout.page_bytes,
+        num_layers=layout.num_layers,
+        groups=[_group_to_proto(group) for group in layout.groups],
+        page_bytes=_page_bytes(layout),
     )
 
 
-def layout_from_proto(message: pb.PageLayout) -> PageLayout:
+def layout_from_proto(message: pb.PageLayout) -> CacheLayout:
     values = {name: getattr(message, name) for name in _LAYOUT_FIELDS}
-    layout = PageLayout(**values, format=format_from_proto(message))
-    if message.page_bytes != layout.page_bytes:
-        limit = f"must be {layout.page_bytes} for the layout's other fields"
+    layout = CacheLayout(**values, format=format_from_proto(message), groups=groups_from_proto(message))
+    if message.num_layers != layout.num_layers:
+        limit = f"must be {layout.num_layers}, as many as the groups have"
+        raise invalid("layout.num_layers", message.num_layers, limit)
+    if message.page_bytes != _page_bytes(layout):
+        limit = f"must be {_page_bytes(layout)} for the layout's other fields"
         raise invalid("layout.page_bytes", message.page_bytes, limit)
     return layout
+
+
+def _page_bytes(layout: CacheLayout) -> int:
+    """Of one page of each group."""
+    return sum(pages.page_bytes for pages in layout.pages)
 
 
 def sampling_from_proto(message: pb.SamplingParams, defaults: Mapping[str, float] | None = None) -> SamplingParams:

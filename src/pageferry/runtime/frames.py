@@ -4,41 +4,55 @@ from crc32c import crc32c
 from opentelemetry.trace import Span
 
 from pageferry.core.errors import DataLossError, invalid
-from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout, PageSource
-from pageferry.core.pool import PageId
+from pageferry.core.groups import groups_text
+from pageferry.core.layout import CacheLayout, PageKey, PageSource, Place
 from pageferry.core.sender import HandoffStats
-from pageferry.v1.page_pb2 import PageFrame
+from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PAGE_KIND_UNSPECIFIED, PageFrame
+
+_KINDS = {PAGE_KIND_UNSPECIFIED: False, PAGE_KIND_PAGE: False, PAGE_KIND_TAIL: True}  # whether it is a tail
 
 
-def read_frames(source: PageSource, page_index: int, page: PageId) -> list[PageFrame]:
+def read_frames(source: PageSource, key: PageKey, place: Place) -> list[PageFrame]:
     """Copy a page, on the transfer thread. The caller holds a reference to it until then."""
     frames = []
-    for first_layer, num_layers in source.layout.frames():
-        payload = source.read(page, first_layer, num_layers)
-        part = PageFrame(page_index=page_index, first_layer=first_layer, num_layers=num_layers)
+    kind = PAGE_KIND_TAIL if key.is_tail else PAGE_KIND_PAGE
+    for first_layer, num_layers in source.layout.of(key).frames():
+        payload = source.read(key, place, first_layer, num_layers)
+        part = PageFrame(group=key.group, page_index=key.index, kind=kind)
+        part.first_layer, part.num_layers = first_layer, num_layers
         part.payload, part.crc32c = payload, crc32c(payload)
         frames.append(part)
     return frames
 
 
-def check_payload(frame: PageFrame, payload: bytes, layout: PageLayout) -> None:
+def page_key(frame: PageFrame) -> PageKey:
+    """Which page a frame carries. InvalidArgumentError for a kind that this version doesn't know."""
+    if frame.kind not in _KINDS:
+        raise invalid("frame.kind", frame.kind, "is none that this version knows")
+    return PageKey(frame.group, frame.page_index, _KINDS[frame.kind])
+
+
+def check_payload(frame: PageFrame, payload: bytes, layout: CacheLayout) -> None:
     """InvalidArgumentError for a length that isn't the layers'; DataLossError where the checksum doesn't match."""
-    expected = sum(length for _, length in layout.ranges(frame.first_layer, frame.num_layers))
+    key = page_key(frame)
+    expected = sum(length for _, length in layout.of(key).ranges(frame.first_layer, frame.num_layers))
     if len(payload) != expected:
         limit = f"must be {expected} bytes for {frame.num_layers} layers"
         raise invalid("frame.payload", f"{len(payload)} bytes", limit)
     checksum = crc32c(payload)
     if checksum != frame.crc32c:
         raise DataLossError(
-            f"page {frame.page_index}, layers from {frame.first_layer}: crc32c of the bytes received is "
-            f"{checksum:08x}, of those sent {frame.crc32c:08x}",
+            f"{key}, layers from {frame.first_layer}: crc32c of the bytes received is {checksum:08x}, of those sent "
+            f"{frame.crc32c:08x}",
             reason="CHECKSUM_MISMATCH",
         )
 
 
-def describe_pages(span: Span, page_format: PageFormat, num_pages: int, num_bytes: int) -> None:
-    span.set_attribute("pageferry.handoff.format", str(page_format))
+def describe_pages(span: Span, layout: CacheLayout, num_pages: int, num_bytes: int) -> None:
+    """`num_pages` are those of all groups, tails among them."""
+    span.set_attribute("pageferry.handoff.format", str(layout.format))
+    if len(layout.groups) > 1:
+        span.set_attribute("pageferry.handoff.groups", groups_text(layout.groups))
     span.set_attribute("pageferry.handoff.pages", num_pages)
     span.set_attribute("pageferry.handoff.bytes", num_bytes)
 

@@ -75,7 +75,7 @@ class WorkerMetrics(Metrics):
         super().__init__()
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
-        self._pages = gauge("pageferry_pages", "Pages of the pool, by state.", ("state",))
+        self._pages = gauge("pageferry_pages", "Pages by state, of a cache group or of tails.", ("state", "pool"))
         self._sequences = gauge("pageferry_sequences", "Sequences, waiting or running.", ("state",))
         self._preemptions = counter("pageferry_preemptions", "Sequences preempted.")
         self._handoff_bytes = counter("pageferry_handoff_bytes", "Bytes of pages handed over.")
@@ -95,8 +95,10 @@ class WorkerMetrics(Metrics):
 
     def set_load(self, load: WorkerLoad) -> None:
         """Gauges of pages and sequences, and the preemptions since the last load."""
-        for state in ("free", "cached", "reserved", "resident"):
-            self._pages.labels(state).set(getattr(load, f"pages_{state}"))
+        for pool in load.pools:
+            name = str(pool.group) if pool.HasField("group") else "tails"
+            for state in ("free", "cached", "reserved", "resident"):
+                self._pages.labels(state, name).set(getattr(pool, f"pages_{state}"))
         self._sequences.labels("waiting").set(load.waiting)
         self._sequences.labels("running").set(load.running)
         self._preemptions.inc(max(0, load.preemptions - self._num_preemptions))

@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from pageferry.core.config import Config, load_config
@@ -16,20 +16,38 @@ from pageferry.core.settings import parse_overrides
 from pageferry.runtime.logs import configure_logging, log
 
 _PR_SET_PDEATHSIG = 1
+# Options for settings of a worker's engine: the setting, how its value is called, and what it is.
+ENGINE_OPTIONS = {
+    "--pages": (
+        "engine.page_format",
+        "FORMAT",
+        "format of the pages: fp32, bf16, fp16, fp8_e4m3, int8 (the default) or int4; with scales per channel as "
+        "int8:channel, with zero points as int4:asym; keys and values apart as k=int8:channel,v=int4",
+    ),
+    "--cache-layers": (
+        "engine.cache_layers",
+        "LAYERS=POLICY;...",
+        "which tokens layers keep: full, window:W (the last W), or window:W,sinks:S (and the first S), such as "
+        "'0-14=window:256,sinks:4;15-29=full'; default: all layers as the model has it",
+    ),
+    "--device": ("engine.device", "DEVICE", "cpu, the default, or cuda:N"),
+}
 Main = Callable[[Config, asyncio.Event], Awaitable[int]]
 
 
-def run_service(main: Main, *, name: str, arguments: list[str] | None = None) -> int:
-    """Run a service until it returns, and give the process's exit code.
+def run_service(
+    main: Main, *, name: str, arguments: list[str] | None = None, engine_options: Iterable[str] = ()
+) -> int:
+    """Run a service until it returns, and give the process's exit code. It takes these of ENGINE_OPTIONS.
 
     `main` gets the configuration and an event that is set by SIGTERM or Ctrl-C; a second Ctrl-C ends the process at
     once. An error that the user can mend is one line on stderr.
     """
     try:
-        options = _parse(name, sys.argv[1:] if arguments is None else arguments)
+        options = _parse(name, sys.argv[1:] if arguments is None else arguments, engine_options)
         if options.die_with_parent:
             _die_with_parent()
-        overrides = parse_overrides(options.set)
+        overrides = parse_overrides(options.set) | given_settings(options)
         config = load_config(options.config, dict(os.environ), overrides)
         configure_logging(name, config.telemetry.log_level)
         return _run(main, config)
@@ -41,7 +59,20 @@ def run_service(main: Main, *, name: str, arguments: list[str] | None = None) ->
     return 1
 
 
-def _parse(name: str, arguments: list[str]) -> argparse.Namespace:
+def add_engine_options(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """`given_settings` finds what was given."""
+    for name in names:
+        setting, metavar, text = ENGINE_OPTIONS[name]
+        parser.add_argument(name, dest=setting, metavar=metavar, help=text)
+
+
+def given_settings(options: argparse.Namespace) -> dict[str, object]:
+    """The settings of the engine options that were given, by "section.field"."""
+    names = [setting for setting, *_ in ENGINE_OPTIONS.values()]
+    return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
+
+
+def _parse(name: str, arguments: list[str], engine_options: Iterable[str]) -> argparse.Namespace:
     module = sys.modules["__main__"].__spec__
     parser = argparse.ArgumentParser(prog=f"python -m {module.parent}" if module else name)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the sections of the configuration")
@@ -51,6 +82,7 @@ def _parse(name: str, arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--die-with-parent", action="store_true", help="stop when the process that started this one ends"
     )
+    add_engine_options(parser, engine_options)
     return parser.parse_args(arguments)
 
 

@@ -15,9 +15,8 @@ from opentelemetry.trace import SpanKind, Tracer
 from pageferry.core.config import HandoffConfig
 from pageferry.core.errors import AbortedError, InternalError, PageferryError, UnavailableError
 from pageferry.core.handoff_tables import SenderState
-from pageferry.core.layout import PageSource
+from pageferry.core.layout import PageKey, PageSource, Place
 from pageferry.core.plan import SampledToken
-from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
 from pageferry.runtime.engine_thread import call_on_loop
@@ -54,7 +53,7 @@ class PushClient:
         channel: grpc.aio.Channel,
         ticket: bytes,
         parts: PushParts,
-        on_released: Callable[[Sequence[PageId]], None],
+        on_released: Callable[[Sequence[Place]], None],
     ) -> None:
         """`on_released` gets each shipped page once, on the event loop, when its bytes are copied or won't be."""
         self.broken = asyncio.Event()
@@ -86,8 +85,8 @@ class PushClient:
         self._reader = asyncio.create_task(self._read(), name="push-reader")
         await self._until(lambda: self._sender.state is not SenderState.IDLE)
 
-    async def ship(self, pages: Sequence[tuple[int, PageId]]) -> None:
-        """Copy and send pages, given as (index in the page table, page); returns once all are copied and written.
+    async def ship(self, pages: Sequence[tuple[PageKey, Place]]) -> None:
+        """Copy and send pages; returns once all are copied and written.
 
         Takes over a reference to each page, and gives all of them back through `on_released`, even if it raises.
         """
@@ -95,16 +94,16 @@ class PushClient:
         try:
             while waiting:
                 await self._wait_for_room()
-                page_index, page = waiting[0]
-                self._sender.ship(page_index)
+                key, place = waiting[0]
+                self._sender.ship(key)
                 waiting.popleft()
-                for frame in await self._copy(page_index, page):
+                for frame in await self._copy(key, place):
                     await self._wait_for_room()
                     self._put(page_pb2.PushRequest(frame=frame))
                     self._sender.sent(len(frame.payload), time.monotonic())
         finally:
             if waiting:
-                self._on_released([page for _, page in waiting])
+                self._on_released([place for _, place in waiting])
 
     def compute_ended(self) -> None:
         """The last page's bytes are computed: what the transfer takes from now on is not hidden."""
@@ -150,11 +149,11 @@ class PushClient:
         await self._until(lambda: self._sender.num_in_flight < self._parts.config.max_frames_in_flight)
         self._stalled_s += time.monotonic() - start
 
-    async def _copy(self, page_index: int, page: PageId) -> list[page_pb2.PageFrame]:
+    async def _copy(self, key: PageKey, place: Place) -> list[page_pb2.PageFrame]:
         """The page's frames, copied on the transfer thread; the page is released once that is over, in any case."""
         loop = asyncio.get_running_loop()
-        copying = self._parts.executor.submit(read_frames, self._parts.source, page_index, page)
-        copying.add_done_callback(lambda _: call_on_loop(loop, self._on_released, [page]))
+        copying = self._parts.executor.submit(read_frames, self._parts.source, key, place)
+        copying.add_done_callback(lambda _: call_on_loop(loop, self._on_released, [place]))
         return await asyncio.wrap_future(copying)
 
     def _put(self, request: page_pb2.PushRequest) -> None:
@@ -228,7 +227,7 @@ class PushClient:
     def _end_span(self) -> None:
         if self._sender.state is SenderState.COMMITTED:
             stats = self._sender.stats
-            describe_pages(self._span, self._parts.source.layout.format, stats.pages, stats.bytes)
+            describe_pages(self._span, self._parts.source.layout, stats.pages, stats.bytes)
             describe_timing(self._span, stats, self._stalled_s)
             end_span(self._span, grpc.StatusCode.OK)
         else:

@@ -1,7 +1,7 @@
 """The receiving end of a hand-off: frames are checked over our own copy, written into reserved pages, acknowledged."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -10,12 +10,11 @@ import grpc
 from opentelemetry import trace
 
 from pageferry.core.errors import AbortedError, InvalidArgumentError, PageferryError, invalid
-from pageferry.core.layout import PageLayout, PageSink
+from pageferry.core.layout import CacheLayout, PageKey, PageSink, Place
 from pageferry.core.plan import SampledToken
-from pageferry.core.pool import PageId
 from pageferry.runtime.convert import layout_from_proto, token_from_proto
 from pageferry.runtime.engine_thread import call_on_loop
-from pageferry.runtime.frames import check_payload, describe_pages
+from pageferry.runtime.frames import check_payload, describe_pages, page_key
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
 MAX_UNCOPIED_FRAMES = 8
@@ -25,7 +24,7 @@ CANCEL_DELAY_S = 0.1
 class FrameKey(NamedTuple):
     """Which part of which page a frame carries."""
 
-    page_index: int
+    page: PageKey
     first_layer: int
     num_layers: int
 
@@ -34,14 +33,13 @@ class FrameKey(NamedTuple):
 class Grant:
     """The right to fill pages, which hold a reference of this push from `TicketDesk.open` to `TicketDesk.close`.
 
-    `pages[i]` is page `first_page + i` of the page table. Where the desk ends the ticket on its own (expired, or its
-    request is over), it calls `end`, on the event loop; the push then ends with that error.
+    `places` says where each page to receive goes. Where the desk ends the ticket on its own (expired, or its request
+    is over), it calls `end`, on the event loop; the push then ends with that error.
     """
 
     ticket: bytes
     lease_ms: int
-    first_page: int = 0
-    pages: Sequence[PageId] = ()
+    places: Mapping[PageKey, Place] = field(default_factory=dict)
     ended: "asyncio.Future[PageferryError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: PageferryError) -> None:
@@ -52,7 +50,7 @@ class Grant:
 class TicketDesk(Protocol):
     """Who knows the tickets: the decode service, on its engine's thread. All methods are called on the event loop."""
 
-    async def open(self, ticket: bytes, layout: PageLayout) -> Grant:
+    async def open(self, ticket: bytes, layout: CacheLayout) -> Grant:
         """Open the ticket and take a reference to each page of the grant, or raise FailedPreconditionError."""
         ...
 
@@ -110,7 +108,7 @@ class _Receipt:
         self._executor = executor
         self._inbox: asyncio.Queue[page_pb2.PageFrame] = asyncio.Queue(MAX_UNCOPIED_FRAMES)
         self._copying: Future[int] | None = None
-        self._seen: set[tuple[int, int]] = set()  # page index, layer
+        self._seen: set[tuple[PageKey, int]] = set()  # page, layer
         self._num_frames = 0
         self._num_bytes = 0
 
@@ -131,11 +129,11 @@ class _Receipt:
 
     @property
     def _num_pages(self) -> int:
-        return len({page_index for page_index, _ in self._seen})
+        return len({page for page, _ in self._seen})
 
     def describe(self, span: trace.Span) -> None:
         """Put the push's figures onto its span."""
-        describe_pages(span, self._sink.layout.format, self._num_pages, self._num_bytes)
+        describe_pages(span, self._sink.layout, self._num_pages, self._num_bytes)
 
     def close(self, error: PageferryError | None) -> None:
         """Close the grant, as soon as no copy runs any more."""
@@ -183,20 +181,18 @@ class _Receipt:
 
     def _check(self, frame: page_pb2.PageFrame) -> FrameKey:
         """InvalidArgumentError for a frame that doesn't belong to the grant, or has come before."""
-        start, end = self._grant.first_page, self._grant.first_page + len(self._grant.pages)
-        num_layers = self._sink.layout.num_layers
-        if frame.group != 0:
-            raise invalid("frame.group", frame.group, "must be 0")
-        if not start <= frame.page_index < end:
-            raise invalid("frame.page_index", frame.page_index, f"must be from {start} to {end - 1}")
+        page = page_key(frame)
+        if page not in self._grant.places:
+            raise invalid("frame.page_index", str(page), f"must be one of the {len(self._grant.places)} pages to receive")
+        num_layers = self._sink.layout.of(page).num_layers
         if not 1 <= frame.num_layers <= num_layers - min(frame.first_layer, num_layers):
             layers = (frame.first_layer, frame.num_layers)
             raise invalid("frame.first_layer, num_layers", layers, f"must be at least one layer of {num_layers}")
-        layers_seen = {(frame.page_index, frame.first_layer + layer) for layer in range(frame.num_layers)}
+        layers_seen = {(page, frame.first_layer + layer) for layer in range(frame.num_layers)}
         if layers_seen & self._seen:
-            raise invalid("frame.page_index", frame.page_index, "but its layers have come before")
+            raise invalid("frame.page_index", str(page), "but its layers have come before")
         self._seen |= layers_seen
-        return FrameKey(frame.page_index, frame.first_layer, frame.num_layers)
+        return FrameKey(page, frame.first_layer, frame.num_layers)
 
     def _write(self, frames: Sequence[page_pb2.PageFrame]) -> int:
         """Check and write frames, on the transfer thread; returns their bytes."""
@@ -204,8 +200,7 @@ class _Receipt:
         for frame in frames:
             payload = frame.payload  # one copy, ours: what is checked is what is written
             check_payload(frame, payload, self._sink.layout)
-            page = self._grant.pages[frame.page_index - self._grant.first_page]
-            self._sink.write(page, frame.first_layer, frame.num_layers, payload)
+            self._sink.write(self._grant.places[page_key(frame)], frame.first_layer, frame.num_layers, payload)
             num_bytes += len(payload)
         return num_bytes
 

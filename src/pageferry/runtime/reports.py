@@ -5,10 +5,11 @@ from dataclasses import dataclass, field
 
 from pageferry.core.load import ReportTimer, Smoothed
 from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.scheduler import Scheduler
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.worker_hub import WorkerHub
-from pageferry.v1.inference_pb2 import WorkerLoad
+from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,11 @@ Report = LoadReport | CacheReport
 class Reporter:
     """Counts what steps have done, and makes reports of it, on the engine's thread."""
 
-    def __init__(self, pool: PagePool, scheduler: Scheduler, num_tickets: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, pools: PagePools, scheduler: Scheduler, num_tickets: Callable[[], int] = lambda: 0) -> None:
         self.num_generated = 0
         self.num_preemptions = 0
         self._num_prefilled = 0
-        self._pool = pool
+        self._pools = pools
         self._scheduler = scheduler
         self._num_tickets = num_tickets
         self._timer = ReportTimer()
@@ -62,29 +63,36 @@ class Reporter:
         if not self._timer.take(now):
             return []
         reports: list[Report] = [LoadReport(self.load())]
-        stored, removed = self._pool.take_cache_events()
+        stored, removed = self._pools.take_cache_events()
         if stored or removed:
             reports.append(CacheReport(tuple(stored), tuple(removed)))
         return reports
 
     def load(self) -> WorkerLoad:
-        pool, scheduler = self._pool, self._scheduler
+        pools, scheduler = self._pools, self._scheduler
         return WorkerLoad(
             waiting=scheduler.num_waiting,
             running=scheduler.num_running,
             tickets=self._num_tickets(),
-            pages_total=pool.num_pages,
-            pages_free=pool.num_free,
-            pages_cached=pool.num_cached,
-            pages_reserved=pool.num_reserved,
-            pages_resident=pool.num_resident,
+            **_pages(pools),
             queued_prompt_tokens=scheduler.queued_prompt_tokens,
             prefill_tokens_per_s=self._rate.value,
             step_s=self._step_s.value,
             preemptions=self.num_preemptions,
             generated_tokens=self.num_generated,
             prefill_tokens=self._num_prefilled,
+            pools=_pool_loads(pools),
         )
+
+
+def _pages(pool: PagePool | PagePools) -> dict[str, int]:
+    states = ("free", "cached", "reserved", "resident")
+    return {"pages_total": pool.num_pages, **{f"pages_{state}": getattr(pool, f"num_{state}") for state in states}}
+
+
+def _pool_loads(pools: PagePools) -> list[PoolLoad]:
+    loads = [PoolLoad(group=group, **_pages(pool)) for group, pool in enumerate(pools.groups)]
+    return loads if pools.tails is None else [*loads, PoolLoad(**_pages(pools.tails))]
 
 
 @dataclass(slots=True)

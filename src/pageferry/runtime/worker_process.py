@@ -14,16 +14,16 @@ from opentelemetry.trace import Tracer
 
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, invalid
-from pageferry.core.layout import PageLayout, PageSink, PageSource
+from pageferry.core.layout import CacheLayout, PageSink, PageSource
 from pageferry.core.limits import ModelLimits
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.plan import Runner
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.engine_thread import EngineThread, call_on_loop
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import WorkerMetrics
-from pageferry.runtime.process import run_service
+from pageferry.runtime.process import ENGINE_OPTIONS, run_service
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
@@ -57,12 +57,14 @@ class PageStore(PageSource, PageSink, Protocol):
 
 
 class LoadedEngine(Protocol):
-    """A loaded model with its pool; what `engine.load` makes."""
+    """A loaded model with its pools; what `engine.load` makes."""
 
     @property
-    def layout(self) -> PageLayout: ...
+    def layout(self) -> CacheLayout: ...
     @property
-    def num_pages(self) -> int: ...
+    def num_pages(self) -> tuple[int, ...]: ...  # of each cache group
+    @property
+    def num_tails(self) -> int: ...
     @property
     def runner(self) -> Runner: ...
     @property
@@ -95,7 +97,7 @@ class WorkerMain(ABC, Generic[Worker]):
         """Blocks; on a thread of its own."""
 
     @abstractmethod
-    def join(self, engine: LoadedEngine, pool: PagePool, limits: ModelLimits, parts: WorkerParts) -> Worker:
+    def join(self, engine: LoadedEngine, pools: PagePools, limits: ModelLimits, parts: WorkerParts) -> Worker:
         """The worker, not started yet."""
 
     @abstractmethod
@@ -113,9 +115,10 @@ class WorkerMain(ABC, Generic[Worker]):
         """Load the model, warm up, and let the services serve."""
         scheduler = parts.config.scheduler
         engine = await in_background(lambda: self.load_engine(parts.config, lambda text: log("loading", progress=text)))
-        log("memory", pages=engine.num_pages, bytes=engine.memory_report)
+        log("memory", pages=engine.num_pages, tails=engine.num_tails, bytes=engine.memory_report)
         limits = ModelLimits(engine.model_config.vocab_size, engine.model_config.max_positions)
-        self._loaded = worker = self.join(engine, PagePool(engine.num_pages), limits, parts)
+        pools = PagePools(engine.layout, engine.num_pages, engine.num_tails)
+        self._loaded = worker = self.join(engine, pools, limits, parts)
         worker.start()
         log("loading", progress="warming up")
         await worker.engine.call(engine.warm_up)
@@ -145,7 +148,9 @@ class WorkerMain(ABC, Generic[Worker]):
     @classmethod
     def run(cls) -> int:
         """The process's main function; its exit code."""
-        return run_service(lambda config, stop: serve_worker(config, stop, cls()), name=cls.name)
+        return run_service(
+            lambda config, stop: serve_worker(config, stop, cls()), name=cls.name, engine_options=ENGINE_OPTIONS
+        )
 
 
 async def serve_worker(config: Config, stop: asyncio.Event, main: WorkerMain[Any]) -> int:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pageferry.core.errors import DeadlineExceededError
+from pageferry.core.layout import PageKey, Place
 from pageferry.core.plan import Ended, Plan, Runner, StepResult
-from pageferry.core.pool import PageId, PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.scheduler import Scheduler
 from pageferry.core.sequence import Sequence
 from pageferry.runtime.reports import Report, Reporter
@@ -19,8 +20,8 @@ E = TypeVar("E")
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """A chunk is computed. Each of `pages` (index in the page table, page) comes with a reference: the receiver of the
-    event owes `release_pages` for it.
+    """A chunk is computed. Each of `pages` comes with a reference to its place: the receiver of the event owes
+    `release_pages` for it.
     """
 
     sequence: Sequence
@@ -28,7 +29,7 @@ class ChunkDone:
     num_tokens: int
     started: float
     ended: float
-    pages: tuple[tuple[int, PageId], ...] = ()
+    pages: tuple[tuple[PageKey, Place], ...] = ()
 
 
 class WorkerStep(ABC, Generic[S, E]):
@@ -37,7 +38,7 @@ class WorkerStep(ABC, Generic[S, E]):
     def __init__(
         self,
         scheduler: S,
-        pool: PagePool,
+        pools: PagePools,
         runner: Runner,
         clock: Callable[[], float],
         num_tickets: Callable[[], int] = lambda: 0,
@@ -45,7 +46,7 @@ class WorkerStep(ABC, Generic[S, E]):
         self._scheduler = scheduler
         self._runner = runner
         self._clock = clock
-        self._reporter = Reporter(pool, scheduler, num_tickets)
+        self._reporter = Reporter(pools, scheduler, num_tickets)
         self._pending: list[E | Report] = []  # events, for `step` to hand on; those of commands wait for the next one
 
     def load(self) -> WorkerLoad:
