@@ -6,15 +6,26 @@ import pytest
 from hypothesis import given, strategies as st
 
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup, full_group
+from pageferry.core.layout import CacheLayout
 from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, Source, choose
 
-LAYOUT = PageLayout("f" * 32, PageFormat.parse("int8"), page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
+LAYOUT = CacheLayout(
+    "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)
+)
 OTHER_LAYOUT = replace(LAYOUT, page_size=32)
 SETTINGS = Settings(local_prefill_tokens=32, headroom_pages=1)
 P = PrefillState("p1", LAYOUT, num_waiting=0, queued_tokens=0, tokens_per_s=1000, chunk_tokens=256, cached_tokens=0)
 D = DecodeState(
-    "d1", LAYOUT, num_active=0, max_num_seqs=8, available_pages=100, queued_tokens=0, tokens_per_s=0, cached_tokens=0
+    "d1",
+    LAYOUT,
+    num_active=0,
+    max_num_seqs=8,
+    available_pages=(100,),
+    chunk_tokens=128,
+    queued_tokens=0,
+    tokens_per_s=0,
+    cached_tokens=0,
 )
 PROMPT = Demand(400)
 
@@ -32,12 +43,34 @@ def test_prefill_goes_where_the_first_token_is_predicted_first() -> None:
 
 
 def test_decode_goes_where_pages_and_slots_are() -> None:
-    full = replace(D, address="d2", available_pages=25)
+    full = replace(D, address="d2", available_pages=(25,))
     loaded = replace(D, address="d3", num_active=3)
     assert places(choose(PROMPT, [P], [full, loaded, D], SETTINGS)) == ("p1", "d1")
     assert places(choose(PROMPT, [P], [full, loaded], SETTINGS)) == ("p1", "d3")
     assert choose(PROMPT, [P], [full], SETTINGS) is None  # 25 pages and one of headroom
     assert choose(PROMPT, [P], [replace(D, num_active=8)], SETTINGS) is None
+
+
+WINDOWED = replace(
+    LAYOUT,
+    format=PageFormat.parse("int8:channel"),
+    groups=(CacheGroup((0,), window=64, sinks=4), CacheGroup((1,))),
+)
+
+
+def test_each_pool_must_have_room_and_the_scarcest_counts() -> None:
+    decode = replace(D, layout=WINDOWED, available_pages=(100, 100, 8))
+    # Sinks: 1 page. The window with a chunk of 128 touches ⌈(63 + 127) / 16⌉ + 1 pages. Full: 25 and one of headroom.
+    assert decode.needed_pages(PROMPT, headroom_pages=1) == (14, 26, 1)
+    assert replace(decode, cached_tokens=320).needed_pages(PROMPT, headroom_pages=1) == (14, 6, 1)
+    assert decode.needed_pages(Demand(40), headroom_pages=1) == (4, 4, 1)
+    assert decode.has_room(PROMPT, headroom_pages=1)
+    for available in ((13, 100, 8), (100, 25, 8), (100, 100, 0)):
+        assert not replace(decode, available_pages=available).has_room(PROMPT, headroom_pages=1)
+    assert decode.scarcest_pages(PROMPT, headroom_pages=1) == (26, 100)
+    assert replace(decode, available_pages=(20, 100, 8)).scarcest_pages(PROMPT, headroom_pages=1) == (14, 20)
+    few_tails = replace(decode, address="d2", available_pages=(100, 100, 2))
+    assert places(choose(PROMPT, [replace(P, layout=WINDOWED)], [few_tails, decode], SETTINGS)) == ("p1", "d1")
 
 
 def test_a_cached_prefix_attracts_but_load_outweighs_a_short_one() -> None:
@@ -141,7 +174,8 @@ DECODES = st.lists(
         LAYOUTS,
         num_active=st.integers(0, 8),
         max_num_seqs=st.just(8),
-        available_pages=st.integers(-5, 60),
+        chunk_tokens=st.just(128),
+        available_pages=st.tuples(st.integers(-5, 60)),
         queued_tokens=st.integers(0, 2000),
         tokens_per_s=st.sampled_from([0.0, 100.0, 5000.0]),
         cached_tokens=st.sampled_from([0, 32]),

@@ -1,16 +1,22 @@
 """What the router makes of a worker's Watch stream: gaps, new incarnations, and work that reports do not count yet."""
 
+from dataclasses import replace
+
 import pytest
 
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup, full_group
+from pageferry.core.layout import CacheLayout
 from pageferry.router.view import WatchGapError, WorkerView
 from pageferry.runtime.convert import layout_to_proto
-from pageferry.v1.inference_pb2 import WorkerLoad
+from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 from pageferry.v1.worker_pb2 import CacheEvents, Draining, Snapshot, WatchResponse
 
-LAYOUT = PageLayout("f" * 32, PageFormat.parse("int8"), page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
+LAYOUT = CacheLayout(
+    "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)
+)
+GROUPED = replace(LAYOUT, groups=(CacheGroup((0,), window=64), CacheGroup((1,))))
 OLD, NEW = b"o" * 16, b"n" * 16
 HASHES = [bytes([i]) * 16 for i in range(5)]
 
@@ -68,7 +74,7 @@ def test_a_stream_begins_with_a_snapshot(view: WorkerView) -> None:
 
 
 def test_a_new_incarnation_forgets_everything(view: WorkerView) -> None:
-    view.dispatch(100, 7)
+    view.dispatch(100, (7,))
     view.start_over()
     view.apply(snapshot(NEW, cached_hashes=HASHES[4]))
     assert view.cached_tokens(HASHES) == 0
@@ -76,7 +82,7 @@ def test_a_new_incarnation_forgets_everything(view: WorkerView) -> None:
 
 
 def test_the_same_incarnation_keeps_what_was_sent(view: WorkerView) -> None:
-    work = view.dispatch(100, 7)
+    work = view.dispatch(100, (7,))
     view.start_over()
     view.apply(snapshot(cached_hashes=b""))
     assert view.cached_tokens(HASHES) == 0
@@ -84,7 +90,7 @@ def test_the_same_incarnation_keeps_what_was_sent(view: WorkerView) -> None:
 
 
 def test_sent_work_counts_until_a_report_after_its_acceptance(view: WorkerView) -> None:
-    work = view.dispatch(100, 7)
+    work = view.dispatch(100, (7,))
     view.apply(load(2))
     assert list(view.uncounted) == [work]  # the report may be older than the call
     work.accepted = True
@@ -106,3 +112,34 @@ def test_a_layout_that_is_not_understood_is_an_error() -> None:
     message.snapshot.layout.page_bytes += 1
     with pytest.raises(InvalidArgumentError, match="page_bytes"):
         WorkerView().apply(message)
+
+
+def grouped(*pools: PoolLoad) -> WatchResponse:
+    body = Snapshot(
+        layout=layout_to_proto(GROUPED), load=WorkerLoad(pools=pools), max_model_tokens=2000, chunk_tokens=128
+    )
+    return WatchResponse(incarnation=OLD, sequence=1, snapshot=body)
+
+
+def test_pages_are_known_pool_by_pool() -> None:
+    view = WorkerView()
+    view.apply(grouped(PoolLoad(group=0, pages_total=20, pages_free=9), PoolLoad(group=1, pages_total=50, pages_cached=8)))
+    assert view.available_pages == (9, 8)
+    view.dispatch(100, (3, 7))
+    view.dispatch(100)
+    assert view.available_pages == (6, 1)
+    assert view.capacity_tokens() == 50 * 16  # a window of 64 and a chunk of 128 never hold more than 13 pages
+    view.start_over()
+    view.apply(grouped(PoolLoad(group=0, pages_total=12), PoolLoad(group=1, pages_total=500)))
+    assert view.capacity_tokens() == 12 * 16
+
+
+def test_a_worker_that_knows_no_pools_has_one(view: WorkerView) -> None:
+    view.apply(WatchResponse(incarnation=OLD, sequence=2, load=WorkerLoad(pages_free=5, pages_cached=2)))
+    assert view.available_pages == (7,)
+
+
+@pytest.mark.parametrize("num_pools", [0, 1, 3])
+def test_pools_that_are_not_those_of_the_layout_are_an_error(num_pools: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"load.pools is {num_pools}, must be 2"):
+        WorkerView().apply(grouped(*[PoolLoad()] * num_pools))

@@ -10,7 +10,8 @@ from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
 
 from pageferry.core.errors import UnavailableError
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup, groups_text
+from pageferry.core.layout import CacheLayout
 from pageferry.router.workers import WorkerState
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb, worker_pb2
@@ -68,6 +69,7 @@ async def test_status_tells_role_state_load_and_layout(rig: Make) -> None:
         replace(LAYOUT, format=PageFormat.parse("k=bf16,v=int8")),
         replace(LAYOUT, fingerprint="0" * 32),
         replace(LAYOUT, version=2),
+        replace(LAYOUT, groups=(CacheGroup((0,), 64), CacheGroup((1,)))),
     ],
 )
 async def test_workers_whose_pages_differ_are_refused_with_both_values(rig: Make, layout: object) -> None:
@@ -77,18 +79,18 @@ async def test_workers_whose_pages_differ_are_refused_with_both_values(rig: Make
         assert not router.frontend.list_models().models[0].ready
         reason = router.frontend.get_status().workers[0].reason
         assert router.prefill.address in reason and router.decode.address in reason
-        differing = next(name for name in ("page_size", "format", "fingerprint", "version")
+        differing = next(name for name in ("page_size", "format", "fingerprint", "version", "groups")
                          if getattr(layout, name) != getattr(LAYOUT, name))  # fmt: skip
         assert f"{differing} " in reason
         for value in (getattr(layout, differing), getattr(LAYOUT, differing)):
-            assert str(getattr(value, "value", value)) in reason
+            assert (groups_text(value) if differing == "groups" else str(value)) in reason
         with pytest.raises(UnavailableError, match="is refused"):
             await router.generate(ask())
         assert router.decode.works == []
 
 
 async def test_a_worker_that_comes_back_with_another_page_size_gets_no_work(rig: Make) -> None:
-    async def come_back(worker: FakeWorker, layout: PageLayout) -> None:
+    async def come_back(worker: FakeWorker, layout: CacheLayout) -> None:
         worker.snapshot.layout.CopyFrom(layout_to_proto(layout))
         worker.restart()
         await worker.server.__aexit__(None, None, None)

@@ -19,7 +19,8 @@ from spans import SpanLog
 from pageferry.core.config import Config, RouterConfig, ServerConfig
 from pageferry.core.errors import PageferryError, UnavailableError
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import full_group
+from pageferry.core.layout import CacheLayout
 from pageferry.core.model_files import load_config_of, resolve_model
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
@@ -34,7 +35,9 @@ from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServic
 from pageferry.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
-LAYOUT = PageLayout("f" * 32, PageFormat.parse("int8"), page_size=16, num_layers=2, num_kv_heads=2, head_dim=16)
+LAYOUT = CacheLayout(
+    "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)
+)
 MODEL = "tiny"
 PAGE_BYTES = 1000  # as the fakes report it
 
@@ -58,7 +61,7 @@ class Script:
 class FakeWorker:
     """What both kinds share: the load that the router is told, and what was asked of them."""
 
-    def __init__(self, script: Script, role: worker_pb2.WorkerRole, layout: PageLayout = LAYOUT) -> None:
+    def __init__(self, script: Script, role: worker_pb2.WorkerRole, layout: CacheLayout = LAYOUT) -> None:
         self.script = script
         self.layout = layout
         self.snapshot = worker_pb2.Snapshot(
@@ -70,6 +73,9 @@ class FakeWorker:
             chunk_tokens=256,
             load=pb.WorkerLoad(pages_total=100, pages_free=100),
         )
+        if len(layout.groups) > 1:  # else it is as a worker that knows of no groups
+            pools = [pb.PoolLoad(group=group, pages_total=100, pages_free=100) for group in range(len(layout.groups))]
+            self.snapshot.load.pools.extend(pools)
         self.address = ""
         self.works: list[types.WorkItem] = []
         self.num_live = 0
@@ -117,7 +123,7 @@ class FakeWorker:
 
 
 class FakePrefill(FakeWorker, PrefillServiceServicer):
-    def __init__(self, script: Script, rig: "Rig", layout: PageLayout = LAYOUT) -> None:
+    def __init__(self, script: Script, rig: "Rig", layout: CacheLayout = LAYOUT) -> None:
         super().__init__(script, worker_pb2.WORKER_ROLE_PREFILL, layout)
         self.rig = rig
         self.refusal: PageferryError | None = None  # instead of Accepted
@@ -167,7 +173,7 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
 
 
 class FakeDecode(FakeWorker, DecodeServiceServicer):
-    def __init__(self, script: Script, rig: "Rig", layout: PageLayout = LAYOUT) -> None:
+    def __init__(self, script: Script, rig: "Rig", layout: CacheLayout = LAYOUT) -> None:
         super().__init__(script, worker_pb2.WORKER_ROLE_DECODE, layout)
         self.rig = rig
         self.sources: list[decode_pb2.PromptSource] = []
@@ -229,7 +235,7 @@ class Rig:
     num_decode: int = 1
     router: RouterConfig = field(default_factory=lambda: RouterConfig(local_prefill_tokens=0))
     config: Config = field(default_factory=Config)
-    prefill_layout: PageLayout = LAYOUT
+    prefill_layout: CacheLayout = LAYOUT
     wait_ready: bool = True
     tickets: dict[bytes, Any] = field(default_factory=dict)
 

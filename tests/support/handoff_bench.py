@@ -13,7 +13,7 @@ from typing import Any, Self
 import grpc
 import pytest
 from crc32c import crc32c
-from fake_engine import LAYOUT, VOCAB_SIZE, FakePages, FakeRunner, make_work, vectors
+from fake_engine import LAYOUT, VOCAB_SIZE, FakePages, FakeRunner, make_work
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -22,9 +22,10 @@ from pageferry.core.config import HandoffConfig, SchedulerConfig, ServerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import PageferryError
 from pageferry.core.handoff import Ticket, TicketTable
-from pageferry.core.layout import PageLayout
+from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.limits import ModelLimits
-from pageferry.core.pool import PageId, PagePool
+from pageferry.core.pool import PageId
+from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.__main__ import DecodeMain
@@ -53,6 +54,7 @@ from pageferry.v1 import (
     types_pb2,
     worker_pb2,
 )
+from pageferry.v1.inference_pb2 import WorkerLoad
 
 PATIENCE_S = 10.0
 
@@ -61,8 +63,9 @@ PATIENCE_S = 10.0
 class Settings:
     """What a test may change."""
 
-    num_pages: int = 64
-    layout: PageLayout = LAYOUT
+    num_pages: int = 64  # of each cache group
+    num_tails: int = 32
+    layout: CacheLayout = LAYOUT
     engine: Engine | None = None  # instead of the fake model
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(chunk_tokens=8, local_chunk_tokens=8, headroom_pages=0)
@@ -80,11 +83,14 @@ class Side:
 
     def __init__(self, settings: Settings, exporter: InMemorySpanExporter) -> None:
         self.settings = settings
-        self.pool = PagePool(settings.num_pages)
-        self.pages: Any = FakePages(settings.layout, settings.num_pages)
+        num_pages: ListLike[int] = [settings.num_pages] * len(settings.layout.groups)
+        num_tails = settings.num_tails
+        self.pages: Any = FakePages(settings.layout, settings.num_pages, num_tails)
         self.runner: Any = FakeRunner(self.pages)
         if settings.engine is not None:
             self.pages, self.runner = settings.engine.pages, settings.engine.runner
+            num_pages, num_tails = settings.engine.num_pages, settings.engine.num_tails
+        self.pools = PagePools(settings.layout, num_pages, num_tails)
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         self.tracer = provider.get_tracer("bench")
@@ -112,10 +118,8 @@ class Side:
         """Nothing is held or under way; looked at on the engine's thread."""
 
         def check() -> bool:
-            self.pool.check_integrity()
-            load = self.step.load()
-            counts = (load.waiting, load.running, load.tickets, load.pages_reserved, load.pages_resident)
-            return self.pool.num_available == self.pool.num_pages and counts == (0, 0, 0, 0, 0)
+            self.pools.check_integrity()
+            return is_idle(self.step.load())
 
         return await self.worker.engine.call(check)
 
@@ -123,11 +127,17 @@ class Side:
         return await self.worker.engine.call(command)
 
 
+def is_idle(load: WorkerLoad) -> bool:
+    """Whether nothing is under way and every page, of every group and tail, is free or cached."""
+    in_use = [pool.pages_total - pool.pages_free - pool.pages_cached for pool in (load, *load.pools)]
+    return not any((load.waiting, load.running, load.tickets, *in_use))
+
+
 class PrefillSide(Side):
     def __init__(self, settings: Settings, exporter: InMemorySpanExporter) -> None:
         super().__init__(settings, exporter)
-        scheduler = PrefillScheduler(settings.scheduler, self.pool, settings.layout)
-        self.step = PrefillStep(scheduler, self.pool, self.runner, settings.layout, settings.clock)
+        scheduler = PrefillScheduler(settings.scheduler, self.pools, settings.layout)
+        self.step = PrefillStep(scheduler, self.pools, self.runner, settings.clock)
         parts = PushParts(self.pages, self.executor, settings.handoff, self.tracer)
         channels = DecodeChannels(lambda endpoint: open_channel(endpoint, self.tracer))
         self.worker = PrefillWorker(self.step, self.limits, parts, channels, self.publisher, settings.clock)
@@ -139,7 +149,7 @@ class PrefillSide(Side):
 class NotingTable(TicketTable):
     """Keeps what it has issued."""
 
-    def __init__(self, incarnation: bytes, lease_s: float, layout: PageLayout) -> None:
+    def __init__(self, incarnation: bytes, lease_s: float, layout: CacheLayout) -> None:
         super().__init__(incarnation, lease_s, layout)
         self.issued: list[Ticket] = []
 
@@ -151,9 +161,9 @@ class NotingTable(TicketTable):
 class DecodeSide(Side):
     def __init__(self, settings: Settings, exporter: InMemorySpanExporter) -> None:
         super().__init__(settings, exporter)
-        scheduler = DecodeScheduler(settings.scheduler, self.pool, settings.layout)
+        scheduler = DecodeScheduler(settings.scheduler, self.pools, settings.layout)
         self.tickets = NotingTable(b"i" * 16, settings.handoff.lease_ms / 1000, settings.layout)
-        self.step = DecodeStep(scheduler, self.pool, self.tickets, self.runner, settings.layout, settings.clock)
+        self.step = DecodeStep(scheduler, self.pools, self.tickets, self.runner, settings.clock)
         self.main = DecodeMain()
         self.main.register(self.server)
 
@@ -249,21 +259,25 @@ class RawPush:
         stub: Any = page_pb2_grpc.PageServiceStub(bench.d_channel)
         self.call = stub.Push()
 
-    async def open(self, layout: PageLayout | None = None) -> page_pb2.PushResponse:
+    async def open(self, layout: CacheLayout | None = None) -> page_pb2.PushResponse:
         message = page_pb2.Open(ticket=self.reserved.ticket, layout=layout_to_proto(layout or self.layout))
         await self.call.write(page_pb2.PushRequest(open=message))
         return await self.read()
 
-    async def send_page(self, page_index: int, token_ids: ListLike[int], *, crc_error: int = 0) -> None:
-        """Send one page of a prompt, with true bytes, and wait until it is taken."""
-        pages = FakePages(self.layout, 1)
-        size = self.layout.page_size
-        for position in range(page_index * size, min(len(token_ids), page_index * size + size)):
-            pages.put(PageId(0), position % size, vectors(self.layout, token_ids[position], position))
-        for first_layer, num_layers in self.layout.frames():
-            payload = pages.read(PageId(0), first_layer, num_layers)
+    async def send_page(
+        self, page: int | PageKey, token_ids: ListLike[int], *, crc_error: int = 0
+    ) -> None:
+        """Send one page of a prompt (a number: of group 0), with true bytes, and wait until it is taken."""
+        key = page if isinstance(page, PageKey) else PageKey(0, page)
+        place = Place(key.group, PageId(0), key.is_tail)
+        pages = FakePages(self.layout, 1, 1)
+        pages.fill(key, place, token_ids)
+        for first_layer, num_layers in self.layout.of(key).frames():
+            payload = pages.read(key, place, first_layer, num_layers)
             frame = page_pb2.PageFrame(
-                page_index=page_index,
+                group=key.group,
+                page_index=key.index,
+                kind=page_pb2.PAGE_KIND_TAIL if key.is_tail else page_pb2.PAGE_KIND_PAGE,
                 first_layer=first_layer,
                 num_layers=num_layers,
                 crc32c=crc32c(payload) ^ crc_error,
