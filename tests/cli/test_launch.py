@@ -64,6 +64,14 @@ def test_traces_go_to_a_collector_that_is_configured(tiny_model: Path) -> None:
         assert launch.workers["decode-0"].telemetry.otlp_endpoint == endpoint
 
 
+def test_devices_go_round_the_workers_of_a_role(tiny_model: Path) -> None:
+    devices = {"prefill": "cuda:0, cuda:1", "decode": None}
+    launch = plan(base(tiny_model), 3, 2, {}, devices)
+    assert [config.engine.device for config in launch.workers.values()] == ["cuda:0", "cuda:1", "cuda:0", "cpu", "cpu"]
+    with pytest.raises(InvalidArgumentError, match="--decode-devices is 'cuda:0,gpu', must be cpu or cuda:N"):
+        plan(base(tiny_model), 1, 1, {}, {"decode": "cuda:0,gpu"})
+
+
 def test_metrics_ports_differ(tiny_model: Path) -> None:
     launch = plan(base(tiny_model, telemetry=TelemetryConfig(metrics_port=9100)), 1, 1, {})
     assert [config.telemetry.metrics_port for config in launch.workers.values()] == [9100, 9101]
@@ -111,9 +119,9 @@ def test_flags_win_over_the_environment_over_defaults(monkeypatch: pytest.Monkey
     assert up.base_config(arguments()).server == ServerConfig(port=50051, http_port=8080)
     monkeypatch.setenv("PAGEFERRY_SERVER_PORT", "6000")
     monkeypatch.setenv("PAGEFERRY_SCHEDULER_CHUNK_TOKENS", "64")
-    config = up.base_config(arguments("--http-port", "0", "--pages", "bf16", "--set", "router.local_prefill_tokens=0"))
+    config = up.base_config(arguments("--http-port", "0", "--pages", "bf16", "--cache-layers", "0=full", "--set", "router.local_prefill_tokens=0"))
     assert (config.server.port, config.server.http_port) == (6000, 0)
-    assert (config.engine.page_format, config.scheduler.chunk_tokens) == ("bf16", 64)
+    assert (config.engine.page_format, config.engine.cache_layers, config.scheduler.chunk_tokens) == ("bf16", "0=full", 64)
     assert config.router.local_prefill_tokens == 0
     assert up.base_config(arguments("--port", "7000")).server.port == 7000
 
@@ -131,6 +139,8 @@ def test_a_file_is_below_the_environment_and_above_defaults(tmp_path: Path, monk
     ("argv", "message"),
     [
         (("--pages", "int9"), "--pages is 'int9', must be one of"),
+        (("--pages", "bf16:channel"), "--pages"),
+        (("--cache-layers", "0-1=windo:3"), "--cache-layers is '0-1=windo:3', must have full, window:W"),
         (("--kv-memory-mb", "0"), "--kv-memory-mb is 0, must be at least 1"),
         (("--port", "70000"), "--port is 70000, must be from 0 to 65535"),
         (("--set", "engine"), "--set is 'engine', must be SECTION.FIELD=VALUE"),

@@ -144,3 +144,27 @@ def test_describe_has_every_field_of_every_section() -> None:
         for field in fields(getattr(Config(), section.name)):
             assert described.pop(f"{section.name}.{field.name}") == getattr(getattr(Config(), section.name), field.name)
     assert described == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("all=full", "must name layers as 3 or 0-14, not 'all'"),
+        ("0-3", "must be LAYERS=POLICY"),
+        ("0-3=full;3-5=window:8", "but layer 3 stands there twice"),
+        ("0-3=full;6=window:8", "must name each layer of 7; 4-5 are missing"),
+        ("0=window:0", "must be at least 1"),
+        ("0=sinks:4", "must have full, window:W or window:W,sinks:S"),
+        ("0-99999999999=full", "must be layers from 0 to 4095"),
+    ],
+)
+def test_cache_layers_are_checked_as_far_as_they_can_be_without_a_model(text: str, message: str) -> None:
+    error = refused(overrides={"engine.cache_layers": text})
+    assert error.startswith("option engine.cache_layers: engine.cache_layers is ") and message in error
+    assert EngineConfig(cache_layers="0-14=window:256,sinks:4;15-29=full").cache_layers
+
+
+@pytest.mark.parametrize("device", ["", "cuda", "cuda:", "cuda:-1", "gpu:0", "cuda:0,cuda:1"])
+def test_a_device_is_cpu_or_a_numbered_gpu(device: str) -> None:
+    assert "must be cpu, or cuda:N with the number of a GPU" in refused(overrides={"engine.device": device})
+    assert EngineConfig(device="cuda:3").device == "cuda:3"

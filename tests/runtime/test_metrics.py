@@ -4,7 +4,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pageferry.runtime.metrics import Metrics, RouterMetrics, WorkerMetrics
-from pageferry.v1.inference_pb2 import WorkerLoad
+from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -27,15 +27,20 @@ def test_outcomes_are_a_fixed_set() -> None:
 
 def test_a_load_sets_gauges_and_counts_preemptions_once() -> None:
     metrics = WorkerMetrics()
-    load = WorkerLoad(
-        pages_free=5, pages_cached=1, pages_reserved=2, pages_resident=3, waiting=4, running=6, preemptions=2
-    )
+    pools = [
+        PoolLoad(group=0, pages_free=5, pages_cached=1, pages_reserved=2, pages_resident=3),
+        PoolLoad(group=1, pages_free=7),
+        PoolLoad(pages_resident=4),
+    ]
+    load = WorkerLoad(pools=pools, waiting=4, running=6, preemptions=2)
     metrics.set_load(load)
     metrics.set_load(load)
     load.preemptions, load.running = 3, 0
     metrics.set_load(load)
     values = samples(metrics)
-    assert [values[f"pageferry_pages,{state}"] for state in ("free", "cached", "reserved", "resident")] == [5, 1, 2, 3]
+    for pool, expected in (("0", [5, 1, 2, 3]), ("1", [7, 0, 0, 0]), ("tails", [0, 0, 0, 4])):
+        states = ("free", "cached", "reserved", "resident")
+        assert [values[f"pageferry_pages,{pool},{state}"] for state in states] == expected
     assert values["pageferry_sequences,waiting"] == 4
     assert values["pageferry_sequences,running"] == 0
     assert values["pageferry_preemptions_total"] == 3

@@ -13,13 +13,17 @@ import pytest
 SERVICE = """
 import asyncio, sys
 from pageferry.core.errors import InvalidArgumentError
-from pageferry.runtime.process import run_service
+from pageferry.runtime.process import ENGINE_OPTIONS, run_service
 
 async def serve(config, stop):
     print("ready", config.server.port, flush=True)
     await stop.wait()
     print("stopping", flush=True)
     return 3
+
+async def tell(config, stop):
+    print(config.engine.page_format, config.engine.cache_layers, config.engine.device)
+    return 0
 
 async def ignore(config, stop):
     print("ready", flush=True)
@@ -31,7 +35,7 @@ async def refuse(config, stop):
 async def crash(config, stop):
     raise KeyError("rope_theta")
 
-sys.exit(run_service(globals()[sys.argv[1]], name="test", arguments=sys.argv[2:]))
+sys.exit(run_service(globals()[sys.argv[1]], name="test", arguments=sys.argv[2:], engine_options=ENGINE_OPTIONS))
 """
 
 
@@ -74,6 +78,14 @@ def test_a_second_interrupt_ends_the_process_at_once() -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
     assert process.returncode == 130
+
+
+def test_a_worker_has_options_for_its_pages_and_its_device() -> None:
+    done = run("tell", "--pages", "k=int8:channel,v=int4", "--cache-layers", "0=window:32;1=full", "--device", "cuda:1")
+    assert done.stdout == "k=int8:channel,v=int4 0=window:32;1=full cuda:1\n"
+    done = run("tell", "--device", "gpu")
+    assert "engine.device is 'gpu', must be cpu, or cuda:N" in done.stderr
+    assert done.returncode == 1
 
 
 def test_an_error_is_one_line() -> None:
