@@ -104,9 +104,7 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
         if handover is None:
             return ()
         tables, end = self._scheduler.tables, chunk.start + chunk.num_tokens
-        pages = tables.shippable(
-            chunk.sequence, handover.next_page, chunk.start, end, as_tails=handover.as_tails
-        )
+        pages = tables.shippable(chunk.sequence, handover.next_page, chunk.start, end, as_tails=handover.as_tails)
         self._pools.acquire(place for _, place in pages)
         handover.next_page = max(handover.next_page, end // tables.page_size)
         return tuple(pages)

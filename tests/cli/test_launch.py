@@ -119,9 +119,17 @@ def test_flags_win_over_the_environment_over_defaults(monkeypatch: pytest.Monkey
     assert up.base_config(arguments()).server == ServerConfig(port=50051, http_port=8080)
     monkeypatch.setenv("PAGEFERRY_SERVER_PORT", "6000")
     monkeypatch.setenv("PAGEFERRY_SCHEDULER_CHUNK_TOKENS", "64")
-    config = up.base_config(arguments("--http-port", "0", "--pages", "bf16", "--cache-layers", "0=full", "--set", "router.local_prefill_tokens=0"))
+    config = up.base_config(
+        arguments(
+            "--http-port", "0", "--pages", "bf16", "--cache-layers", "0=full", "--set", "router.local_prefill_tokens=0"
+        )
+    )
     assert (config.server.port, config.server.http_port) == (6000, 0)
-    assert (config.engine.page_format, config.engine.cache_layers, config.scheduler.chunk_tokens) == ("bf16", "0=full", 64)
+    assert (config.engine.page_format, config.engine.cache_layers, config.scheduler.chunk_tokens) == (
+        "bf16",
+        "0=full",
+        64,
+    )
     assert config.router.local_prefill_tokens == 0
     assert up.base_config(arguments("--port", "7000")).server.port == 7000
 

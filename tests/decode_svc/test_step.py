@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 import pytest
-from fake_engine import LAYOUT, FakeClock, FakePages, FakeRunner, golden, make_work, vectors
+from fake_engine import LAYOUT, LAYOUTS, FakeClock, FakePages, FakeRunner, golden, make_work
+from handoff_bench import is_idle
 
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
@@ -18,11 +19,13 @@ from pageferry.core.errors import (
     UnavailableError,
 )
 from pageferry.core.handoff import TicketTable
+from pageferry.core.layout import CacheLayout, PageKey
 from pageferry.core.plan import Emitted, SampledToken
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.sequence import FinishReason, Sequence
-from pageferry.decode_svc.desk import Opening
+from pageferry.decode_svc.desk import Places
 from pageferry.decode_svc.step import ChunkDone, Completed, DecodeStep, Event, Failed, HandoffEnded
+from pageferry.runtime.receive import FrameKey
 from pageferry.runtime.reports import LoadReport
 
 B = LAYOUT.page_size
@@ -31,14 +34,15 @@ GONE = CancelledError("the call is over")
 
 
 class Bench:
-    def __init__(self, num_pages: int = 32, **config: float) -> None:
+    def __init__(self, num_pages: int = 32, layout: CacheLayout = LAYOUT, **config: float) -> None:
         self.clock = FakeClock()
-        self.pool = PagePool(num_pages)
-        self.pages = FakePages(LAYOUT, num_pages)
+        self.layout = layout
+        self.pools = PagePools(layout, [num_pages] * len(layout.groups), num_tails=8)
+        self.pages = FakePages(layout, num_pages, num_tails=8)
         self.runner = FakeRunner(self.pages, before=lambda plan: self.clock.advance(0.1))
-        scheduler = DecodeScheduler(SchedulerConfig(**{"headroom_pages": 0, **config}), self.pool, LAYOUT)
-        tickets = TicketTable(b"i" * 16, LEASE_S, LAYOUT)
-        self.step = DecodeStep(scheduler, self.pool, tickets, self.runner, LAYOUT, self.clock)
+        scheduler = DecodeScheduler(SchedulerConfig(**{"headroom_pages": 0, **config}), self.pools, layout)
+        tickets = TicketTable(b"i" * 16, LEASE_S, layout)
+        self.step = DecodeStep(scheduler, self.pools, tickets, self.runner, self.clock)
         self.desk = self.step.desk
 
     def make(self, request_id: str, prompt: Iterable[int], **fields: object) -> Sequence:
@@ -51,16 +55,15 @@ class Bench:
         self.step.reserve(sequence, ticket_of(request_id))
         return sequence
 
-    def open(self, request_id: str, push_id: int = 1) -> Opening:
-        return self.desk.open(push_id, ticket_of(request_id), LAYOUT, self.clock())
+    def open(self, request_id: str, push_id: int = 1) -> Places:
+        return self.desk.open(push_id, ticket_of(request_id), self.layout, self.clock())
 
-    def fill(self, sequence: Sequence, opening: Opening, push_id: int = 1) -> None:
+    def fill(self, sequence: Sequence, places: Places, push_id: int = 1) -> None:
         """Write what a prefill worker would send, and say so."""
-        for index, page in enumerate(opening.pages, opening.first_page):
-            self.pages.blank([page])
-            for position in range(index * B, min(index * B + B, len(sequence.token_ids))):
-                self.pages.put(page, position % B, vectors(LAYOUT, sequence.token_ids[position], position))
-            self.desk.receive(push_id, [(index, *frame) for frame in LAYOUT.frames()], self.clock())
+        for key, place in places.items():
+            self.pages.fill(key, place, sequence.token_ids)
+            frames = [FrameKey(key, *frame) for frame in self.layout.of(key).frames()]
+            self.desk.receive(push_id, frames, self.clock())
 
     def hand_off(
         self, request_id: str, prompt: Iterable[int], *, with_first: bool = True, **fields: object
@@ -68,7 +71,9 @@ class Bench:
         """A whole hand-off, its first token drawn elsewhere."""
         sequence = self.reserve(request_id, prompt, **fields)
         self.fill(sequence, self.open(request_id))
-        first = (sequence.num_output, SampledToken(golden(sequence.token_ids, 1)[0])) if with_first else None
+        first = (
+            (sequence.num_output, SampledToken(golden(sequence.token_ids, 1, self.layout)[0])) if with_first else None
+        )
         self.desk.commit(1, len(sequence.token_ids), first, self.clock())
         self.desk.close(1, None)
         return sequence
@@ -77,10 +82,8 @@ class Bench:
         return [event for _ in range(steps) for event in self.step.step(self.clock())]
 
     def is_idle(self) -> bool:
-        self.pool.check_integrity()
-        load = self.step.load()
-        counts = (load.waiting, load.running, load.tickets, load.pages_reserved, load.pages_resident)
-        return self.pool.num_available == self.pool.num_pages and counts == (0, 0, 0, 0, 0)
+        self.pools.check_integrity()
+        return is_idle(self.step.load())
 
 
 def ticket_of(request_id: str) -> bytes:
@@ -96,13 +99,16 @@ def failure_of(events: list[Event]) -> PageferryError:
     return failed.error
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("with_first", [True, False])
-@pytest.mark.parametrize("num_prompt", [1, B - 1, B, B + 1, 4 * B])
-def test_a_handed_over_prompt_gives_the_golden_tokens_from_position_0(num_prompt: int, with_first: bool) -> None:
-    bench = Bench()
+@pytest.mark.parametrize("num_prompt", [1, B - 1, B, B + 1, 4 * B, 7 * B + 1])
+def test_a_handed_over_prompt_gives_the_golden_tokens_from_position_0(
+    num_prompt: int, with_first: bool, layout: CacheLayout
+) -> None:
+    bench = Bench(layout=layout)
     sequence = bench.hand_off("r", range(num_prompt), max_tokens=6, with_first=with_first)
     events = bench.run()
-    assert tokens_of(events, sequence) == list(enumerate(golden(range(num_prompt), 6)))
+    assert tokens_of(events, sequence) == list(enumerate(golden(range(num_prompt), 6, layout)))
     (done,) = (event for event in events if isinstance(event, Completed))
     figures = done.figures
     assert (done.reason, figures.num_steps, figures.num_preemptions) == (FinishReason.LENGTH, 6 - with_first, 0)
@@ -127,9 +133,9 @@ def test_cached_pages_are_not_asked_for_again() -> None:
     bench.hand_off("first", range(3 * B), max_tokens=2)
     bench.run()
     sequence = bench.reserve("again", range(3 * B), max_tokens=2)
-    opening = bench.open("again")
-    assert (sequence.num_cached, opening.first_page, len(opening.pages)) == (2 * B, 2, 1)
-    bench.fill(sequence, opening)
+    places = bench.open("again")
+    assert (sequence.num_cached, list(places)) == (2 * B, [PageKey(0, 2)])
+    bench.fill(sequence, places)
     bench.desk.commit(1, 3 * B, None, bench.clock())
     bench.desk.close(1, None)
     assert tokens_of(bench.run(), sequence) == list(enumerate(golden(range(3 * B), 2)))
@@ -155,20 +161,22 @@ def test_no_room_is_said_at_once_and_changes_nothing() -> None:
     assert caught.value.retry_after_ms
     with pytest.raises(InvalidArgumentError, match=r"5.*4"):
         bench.reserve("never", range(4 * B + 1), max_tokens=1)
-    assert (bench.pool.num_reserved, bench.step.load().tickets) == (3, 1)
+    assert (bench.pools.num_reserved, bench.step.load().tickets) == (3, 1)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("num_prompt", [3 * B, 5 * B + 1])
 @pytest.mark.parametrize("state", ["reserved", "filling", "filled", "committed", "running"])
-def test_a_cancel_in_any_state_frees_everything_within_a_step(state: str) -> None:
-    bench = Bench()
-    sequence = bench.reserve("r", range(3 * B))
+def test_a_cancel_in_any_state_frees_everything_within_a_step(state: str, num_prompt: int, layout: CacheLayout) -> None:
+    bench = Bench(layout=layout)
+    sequence = bench.reserve("r", range(num_prompt))
     push_open = state in ("filling", "filled", "committed")
     if state != "reserved":
-        opening = bench.open("r")
+        places = bench.open("r")
         if state != "filling":
-            bench.fill(sequence, opening)
+            bench.fill(sequence, places)
         if state in ("committed", "running"):
-            bench.desk.commit(1, 3 * B, (0, SampledToken(5)), bench.clock())
+            bench.desk.commit(1, num_prompt, (0, SampledToken(5)), bench.clock())
         if state == "running":
             bench.desk.close(1, None)
             bench.run(2)
@@ -189,11 +197,12 @@ def test_a_cancel_in_any_state_frees_everything_within_a_step(state: str) -> Non
 def test_pages_of_a_broken_push_return_when_its_copies_have_ended() -> None:
     bench = Bench(num_pages=4)
     sequence = bench.reserve("r", range(3 * B), max_tokens=2)
-    opening = bench.open("r")
+    places = bench.open("r")
     bench.step.abort(sequence, GONE)
-    assert {bench.pool.ref_count(page) for page in opening.pages} == {1}
-    assert bench.pool.num_available == 1
-    bench.desk.receive(1, [(0, 0, LAYOUT.num_layers)], bench.clock())  # late, and of no effect
+    (pool,) = bench.pools.groups
+    assert {pool.ref_count(place.page) for place in places.values()} == {1}
+    assert pool.num_available == 1
+    bench.desk.receive(1, [FrameKey(PageKey(0, 0), 0, LAYOUT.num_layers)], bench.clock())  # late, and of no effect
     with pytest.raises(FailedPreconditionError, match="aborted"):
         bench.desk.commit(1, 3 * B, None, bench.clock())
     bench.desk.close(1, GONE)
@@ -205,9 +214,9 @@ def test_pages_of_a_broken_push_return_when_its_copies_have_ended() -> None:
 def test_a_push_that_breaks_ends_the_request_retryably_with_the_reason(state: str) -> None:
     bench = Bench()
     sequence = bench.reserve("r", range(3 * B))
-    opening = bench.open("r")
+    places = bench.open("r")
     if state == "filled":
-        bench.fill(sequence, opening)
+        bench.fill(sequence, places)
     bench.desk.close(1, UnavailableError("the sender's machine burns", reason="FIRE"))
     error = failure_of(bench.run(1))
     assert isinstance(error, UnavailableError)
@@ -288,11 +297,11 @@ def test_a_deadline_ends_a_running_request_and_one_that_has_passed_starts_nothin
 def test_a_commit_that_does_not_fit_starts_nothing() -> None:
     bench = Bench()
     sequence = bench.reserve("r", range(3 * B))
-    opening = bench.open("r")
+    places = bench.open("r")
     now = bench.clock()
     with pytest.raises(FailedPreconditionError, match="0 of 3"):
         bench.desk.commit(1, 3 * B, None, now)
-    bench.fill(sequence, opening)
+    bench.fill(sequence, places)
     with pytest.raises(FailedPreconditionError, match="covered_tokens"):
         bench.desk.commit(1, 3 * B - 1, None, now)
     with pytest.raises(InvalidArgumentError, match="position"):
@@ -303,14 +312,15 @@ def test_a_commit_that_does_not_fit_starts_nothing() -> None:
     assert bench.is_idle()
 
 
-def test_a_preempted_request_goes_on_without_a_repeated_token() -> None:
-    bench = Bench(num_pages=7)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_preempted_request_goes_on_without_a_repeated_token(layout: CacheLayout) -> None:
+    bench = Bench(num_pages=7, layout=layout)
     sequences = [
         bench.hand_off(name, range(start, start + 2 * B), max_tokens=12) for name, start in (("a", 0), ("b", 50))
     ]
     events = bench.run(40)
     for sequence in sequences:
-        assert tokens_of(events, sequence) == list(enumerate(golden(sequence.work.prompt_ids, 12)))
+        assert tokens_of(events, sequence) == list(enumerate(golden(sequence.work.prompt_ids, 12, layout)))
     done = {event.sequence: event.figures for event in events if isinstance(event, Completed)}
     assert done[sequences[1]].num_preemptions > 0
     assert bench.step.load().preemptions == sum(figures.num_preemptions for figures in done.values())

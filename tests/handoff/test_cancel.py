@@ -1,10 +1,11 @@
 """Calls that are cancelled, in every state: what they held is free again on both sides, and nothing runs on."""
 
 import pytest
-from fake_engine import LAYOUT, golden
+from fake_engine import LAYOUT, LAYOUTS, golden
 from handoff_bench import Bench, Gate, Settings, drain, failure, until
 
 from pageferry.core.config import SchedulerConfig
+from pageferry.core.layout import CacheLayout
 
 B = LAYOUT.page_size
 PROMPT = range(6 * B)  # three chunks
@@ -43,10 +44,11 @@ async def _reach(bench: Bench, state: str) -> tuple[list[object], list[Gate]]:
     return [prefill, decode, *calls], gates
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("cancelled", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("state", STATES)
-async def test_a_cancel_frees_all_on_both_sides(state: str, cancelled: str) -> None:
-    async with Bench() as bench:
+async def test_a_cancel_frees_all_on_both_sides(state: str, cancelled: str, layout: CacheLayout) -> None:
+    async with Bench(Settings(layout=layout)) as bench:
         (prefill, decode, *others), gates = await _reach(bench, state)
         for name, call in (("prefill", prefill), ("decode", decode)):
             if cancelled in (name, "both"):
@@ -64,7 +66,7 @@ async def test_a_cancel_frees_all_on_both_sides(state: str, cancelled: str) -> N
             other.cancel()  # type: ignore[attr-defined]
         await bench.until_idle()
         assert (await bench.generate("next", range(700, 709), max_tokens=4)).tokens == list(
-            enumerate(golden(range(700, 709), 4))
+            enumerate(golden(range(700, 709), 4, layout))
         )
         await bench.until_idle()
 

@@ -5,10 +5,11 @@ import random
 
 import grpc
 import pytest
-from fake_engine import LAYOUT, golden
+from fake_engine import LAYOUT, LAYOUTS, golden
 from handoff_bench import Bench, RawPush, Settings
 
 from pageferry.core.config import SchedulerConfig
+from pageferry.core.layout import CacheLayout
 
 B = LAYOUT.page_size
 NUM_REQUESTS = 40
@@ -25,7 +26,8 @@ async def _one(bench: Bench, index: int, chance: random.Random) -> str:
         if kind == "broken sender":
             push = RawPush(bench, reserved)
             await push.open()
-            await push.send_page(reserved.cached_pages, prompt)
+            issued = next(ticket for ticket in bench.d.tickets.issued if ticket.id == reserved.ticket)
+            await push.send_page(chance.choice(sorted(issued.places)), prompt)
             push.call.cancel()
             async for _ in decode:
                 pass
@@ -46,7 +48,7 @@ async def _one(bench: Bench, index: int, chance: random.Random) -> str:
             num_messages -= 1
             if num_messages < 0:
                 return kind
-        assert tokens == golden(prompt, max_tokens)
+        assert tokens == golden(prompt, max_tokens, bench.d.settings.layout)
     except grpc.aio.AioRpcError as error:
         assert error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
         return error.code().name
@@ -56,10 +58,11 @@ async def _one(bench: Bench, index: int, chance: random.Random) -> str:
         decode.cancel()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_happens_tokens_are_golden_and_nothing_stays_behind(seed: int) -> None:
-    prefill = Settings(num_pages=40, scheduler=SchedulerConfig(chunk_tokens=8, max_num_seqs=4))
-    decode = Settings(num_pages=40, scheduler=SchedulerConfig(max_num_seqs=8, headroom_pages=1))
+async def test_whatever_happens_tokens_are_golden_and_nothing_stays_behind(seed: int, layout: CacheLayout) -> None:
+    prefill = Settings(40, layout=layout, scheduler=SchedulerConfig(chunk_tokens=8, max_num_seqs=4))
+    decode = Settings(40, layout=layout, scheduler=SchedulerConfig(max_num_seqs=8, headroom_pages=1))
     async with Bench(prefill, decode) as bench:
         chance = random.Random(seed)
         requests = [_one(bench, index, random.Random(chance.random())) for index in range(NUM_REQUESTS)]
@@ -67,5 +70,5 @@ async def test_whatever_happens_tokens_are_golden_and_nothing_stays_behind(seed:
         assert {"whole", "cancel"} <= set(outcomes)
         await bench.until_idle()
         result = await bench.generate("last", range(5 * B), max_tokens=5)
-        assert result.tokens == list(enumerate(golden(range(5 * B), 5)))
+        assert result.tokens == list(enumerate(golden(range(5 * B), 5, layout)))
         await bench.until_idle()

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from fake_engine import LAYOUT, FakeClock, golden
+from fake_engine import GROUPED, LAYOUT, FakeClock, golden
 from handoff_bench import Bench, Gate, RawPush, Settings, drain, error_of, failure, until
 
 from pageferry.core.config import HandoffConfig, SchedulerConfig
 from pageferry.core.errors import PageferryError
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup, full_group
+from pageferry.core.layout import CacheLayout, PageKey
 
 B = LAYOUT.page_size
 PROMPT = range(6 * B)
@@ -22,13 +23,17 @@ OTHER_LAYOUTS = [
     (replace(LAYOUT, format=PageFormat.parse("int4")), "format int8", "int4"),
     (replace(LAYOUT, format=PageFormat.parse("k=int8,v=int4:asym")), "format int8", "k=int8,v=int4:asym"),
     (replace(LAYOUT, fingerprint="0" * 32), "fingerprint f", "0"),
-    (replace(LAYOUT, num_layers=2), "num_layers 3", "2"),
+    (replace(LAYOUT, format=PageFormat.parse("int8:channel")), "format int8", "int8:channel"),
+    (replace(LAYOUT, groups=(full_group(2),)), "groups 0-2=full", "0-1=full"),
+    (replace(LAYOUT, groups=(CacheGroup((0, 1, 2), 8, 2),)), "groups 0-2=full", "0-2=window:8,sinks:2"),
     (replace(LAYOUT, version=2), "version 1", "2"),
 ]
 
 
 @pytest.mark.parametrize(("layout", "ours", "theirs"), OTHER_LAYOUTS)
-async def test_workers_whose_layouts_differ_refuse_with_both_values(layout: PageLayout, ours: str, theirs: str) -> None:
+async def test_workers_whose_layouts_differ_refuse_with_both_values(
+    layout: CacheLayout, ours: str, theirs: str
+) -> None:
     async with Bench(Settings(), Settings(layout=layout)) as bench:
         decode = bench.decode("r", PROMPT)
         error = await failure(bench.prefill("r", PROMPT, (await anext(decode)).reserved))
@@ -42,7 +47,7 @@ async def test_workers_whose_layouts_differ_refuse_with_both_values(layout: Page
 
 @pytest.mark.parametrize(("layout", "ours", "theirs"), OTHER_LAYOUTS)
 async def test_a_push_with_another_layout_is_refused_and_the_ticket_stays(
-    layout: PageLayout, ours: str, theirs: str
+    layout: CacheLayout, ours: str, theirs: str
 ) -> None:
     async with Bench() as bench:
         decode = bench.decode("r", range(B), max_tokens=3)
@@ -132,6 +137,48 @@ async def test_a_prefill_worker_dead_after_its_commit_is_no_failure() -> None:
         messages = await drain(decode)
         tokens = [token.token_id for message in messages for token in message.tokens.tokens]
         assert tokens == golden(PROMPT, 4)
+        await until(bench.d.is_idle)
+
+
+TAILED = range(6 * B + 1)
+
+
+@pytest.mark.parametrize("num_sent", range(9))
+async def test_a_push_of_groups_that_breaks_anywhere_gives_every_page_and_tail_back(num_sent: int) -> None:
+    async with Bench(Settings(layout=GROUPED)) as bench:
+        decode = bench.decode("r", TAILED)
+        push = RawPush(bench, (await anext(decode)).reserved)
+        await push.open()
+        (ticket,) = bench.d.tickets.issued
+        keys = sorted(ticket.places)
+        # The sinks' page and what the window of 10 reaches from position 24 on; every page of the full group.
+        assert [key.index for key in keys] == [0, 3, 4, 5, 6, *range(7)]
+        assert [key.is_tail for key in keys] == [key.index == 6 for key in keys]
+        for key in keys[:num_sent]:
+            await push.send_page(key, TAILED)
+        if num_sent % 2:
+            push.call.cancel()
+        else:
+            decode.cancel()
+        await until(bench.d.is_idle)
+        result = await bench.generate("next", TAILED, max_tokens=4)
+        assert result.tokens == list(enumerate(golden(TAILED, 4, GROUPED)))
+        await bench.until_idle()
+
+
+@pytest.mark.parametrize("lost", [PageKey(0, 3), PageKey(1, 0), PageKey(0, 6, is_tail=True)])
+async def test_a_lost_page_of_any_group_is_never_run_on(lost: PageKey) -> None:
+    async with Bench(Settings(layout=GROUPED)) as bench:
+        decode = bench.decode("r", TAILED)
+        push = RawPush(bench, (await anext(decode)).reserved)
+        await push.open()
+        (ticket,) = bench.d.tickets.issued
+        for key in ticket.places:
+            if key != lost:
+                await push.send_page(key, TAILED)
+        with pytest.raises(PageferryError, match="11 of 12 pages"):
+            await push.commit(len(TAILED), 5)
+        assert (await failure(decode)).reason == "PAGES_MISSING"
         await until(bench.d.is_idle)
 
 

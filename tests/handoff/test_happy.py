@@ -4,16 +4,17 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from fake_engine import LAYOUT, golden
+from fake_engine import GROUPED, LAYOUT, LAYOUTS, golden
 from handoff_bench import Bench, Gate, Settings, drain, failure, target_of, until
 
 from pageferry.core.config import SchedulerConfig, ServerConfig
+from pageferry.core.groups import full_group
+from pageferry.core.layout import CacheLayout, PageKey
 from pageferry.core.plan import Plan
-from pageferry.core.pool import PageId
 from pageferry.v1 import types_pb2
 
 B = LAYOUT.page_size
-FRAME_BYTES = sum(length for _, length in LAYOUT.ranges(0, LAYOUT.num_layers))
+FRAME_BYTES = sum(length for _, length in LAYOUT.pages[0].ranges(0, LAYOUT.num_layers))
 
 
 @pytest.mark.parametrize("num_prompt", [1, B - 1, B, B + 1, 5 * B, 40])
@@ -31,27 +32,43 @@ async def test_tokens_are_golden_and_pages_are_counted_alike(num_prompt: int) ->
         await bench.until_idle()
 
 
-async def test_pages_are_equal_byte_for_byte_on_both_sides() -> None:
-    async with Bench() as bench:
-        tables: dict[str, list[PageId]] = {}
-        received: list[bytes] = []
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("num_prompt", [3, 5 * B, 5 * B + 2, 40])
+async def test_pages_are_equal_byte_for_byte_on_both_sides(num_prompt: int, layout: CacheLayout) -> None:
+    prompt = range(num_prompt)
+    async with Bench(Settings(layout=layout)) as bench:
+        received: dict[PageKey, bytes] = {}
 
-        def note_prefill(plan: Plan) -> None:
-            tables["p"] = list(plan.chunks[0].sequence.pages)
+        def note(plan: Plan) -> None:
+            if not bench.d.runner.plans:
+                (ticket,) = bench.d.tickets.issued
+                received.update({key: bytes(bench.d.pages.at(place)) for key, place in ticket.places.items()})
 
-        def note_decode(plan: Plan) -> None:
-            received.extend(
-                bytes(bench.d.pages.data[page]) for page in plan.chunks[0].sequence.pages if not bench.d.runner.plans
-            )
+        bench.d.runner.before = note
+        result = await bench.generate("r", prompt, max_tokens=6)
+        assert result.tokens == list(enumerate(golden(prompt, 6, layout)))
+        assert received == {key: bench.p.pages.content(key, prompt) for key in received}
+        assert result.shipped.pages == len(received)
+        sizes = [layout.of(key).ranges(0, layout.of(key).num_layers) for key in received]
+        assert result.shipped.bytes == sum(length for ranges in sizes for _, length in ranges)
+        await bench.until_idle()
 
-        bench.p.runner.before, bench.d.runner.before = note_prefill, note_decode
-        await bench.generate("r", range(5 * B + 2), max_tokens=3)
-        assert received == [bytes(bench.p.pages.data[page]) for page in tables["p"]]
-        assert len(received) == 6
+
+async def test_a_prompt_shares_what_is_cached_of_every_group() -> None:
+    prompt = range(6 * B + 1)
+    async with Bench(Settings(layout=GROUPED)) as bench:
+        await bench.generate("first", prompt, max_tokens=3)
+        longer = [*prompt, *range(500, 500 + B)]
+        result = await bench.generate("longer", longer, max_tokens=3)
+        assert result.tokens == list(enumerate(golden(longer, 3, GROUPED)))
+        assert (result.reserved.cached_tokens, result.reserved.cached_pages) == (6 * B, 6)
+        assert result.first_token.cached_tokens == 6 * B
+        assert result.shipped.pages == 2 * 2  # of both groups, a full page and a tail
+        await bench.until_idle()
 
 
 async def test_more_bytes_than_a_message_may_have_travel_in_pieces() -> None:
-    layout = replace(LAYOUT, page_size=16, num_layers=8, num_kv_heads=4, head_dim=128)
+    layout = replace(LAYOUT, page_size=16, groups=(full_group(8),), num_kv_heads=4, head_dim=128)
     settings = Settings(layout=layout, num_pages=40, scheduler=SchedulerConfig(chunk_tokens=128))
     async with Bench(settings) as bench:
         prompt = [position % 900 for position in range(32 * 16)]

@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from pageferry.core.config import HandoffConfig
 from pageferry.core.errors import PageferryError
+from pageferry.core.layout import PageKey, Place
 from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats
 from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
@@ -20,7 +21,7 @@ from pageferry.runtime.push import PushParts
 from pageferry.v1.prefill_pb2 import HandoffTarget
 
 TRACER = TracerProvider(shutdown_on_exit=False).get_tracer("test")
-PAGES = [(0, PageId(3)), (1, PageId(4))]
+PAGES = [(PageKey(0, index), Place(0, PageId(3 + index))) for index in range(3)]
 
 
 class FakeChannel:
@@ -36,11 +37,11 @@ class Ledger:
     """What a shipment tells its owner."""
 
     def __init__(self) -> None:
-        self.given_back: list[PageId] = []
+        self.given_back: list[Place] = []
         self.outcomes: list[HandoffStats | PageferryError] = []
 
-    def give_back(self, pages: Sequence[PageId]) -> None:
-        self.given_back += pages
+    def give_back(self, places: Sequence[Place]) -> None:
+        self.given_back += places
 
 
 @pytest.fixture
@@ -69,15 +70,15 @@ async def test_a_decode_worker_that_is_not_there_is_named_and_all_pages_come_bac
     ledger = Ledger()
     shipment, channels = make(dead_endpoint, parts, ledger)
     task = shipment.start()
-    shipment.add(PAGES)
+    shipment.add(PAGES[:2])
     async with asyncio.timeout(5):
         await task
     (error,) = ledger.outcomes
     assert isinstance(error, PageferryError)
     assert (error.code, error.retryable) == ("UNAVAILABLE", True)
     assert dead_endpoint in error.message
-    shipment.add([(2, PageId(5))])
-    assert sorted(ledger.given_back) == [3, 4, 5]
+    shipment.add(PAGES[2:])
+    assert sorted(place.page for place in ledger.given_back) == [3, 4, 5]
     await channels.close_idle(0)
 
 
@@ -88,10 +89,10 @@ async def test_a_shipment_cancelled_at_once_gives_its_pages_back_and_says_nothin
     ledger = Ledger()
     shipment, channels = make(dead_endpoint, parts, ledger)
     task = shipment.start() if started else None
-    shipment.add(PAGES)
+    shipment.add(PAGES[:2])
     shipment.cancel()
-    shipment.add([(2, PageId(5))])
-    assert sorted(ledger.given_back) == [3, 4, 5]
+    shipment.add(PAGES[2:])
+    assert sorted(place.page for place in ledger.given_back) == [3, 4, 5]
     if task is not None:
         await asyncio.wait([task])
     assert ledger.outcomes == []

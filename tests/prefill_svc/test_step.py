@@ -3,11 +3,13 @@
 from collections.abc import Iterable
 
 import pytest
-from fake_engine import LAYOUT, FakeClock, FakePages, FakeRunner, golden, make_work, vectors
+from fake_engine import GROUPED, LAYOUT, FakeClock, FakePages, FakeRunner, golden, make_work
+from handoff_bench import is_idle
 
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.errors import DeadlineExceededError, InternalError, InvalidArgumentError, ResourceExhaustedError
-from pageferry.core.pool import PageId, PagePool
+from pageferry.core.layout import CacheLayout, PageKey, Place
+from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.prefill_svc.step import ChunkDone, Drawn, Event, Failed, PrefillStep
@@ -17,19 +19,19 @@ B = LAYOUT.page_size
 
 
 class Bench:
-    def __init__(self, num_pages: int = 32, **config: float) -> None:
+    def __init__(self, num_pages: int = 32, layout: CacheLayout = LAYOUT, **config: float) -> None:
         self.clock = FakeClock()
-        self.pool = PagePool(num_pages)
-        self.pages = FakePages(LAYOUT, num_pages)
+        self.pools = PagePools(layout, [num_pages] * len(layout.groups), num_tails=8)
+        self.pages = FakePages(layout, num_pages, num_tails=8)
         self.runner = FakeRunner(self.pages, before=lambda plan: self.clock.advance(0.1))
-        scheduler = PrefillScheduler(SchedulerConfig(**{"chunk_tokens": 2 * B, **config}), self.pool, LAYOUT)
-        self.step = PrefillStep(scheduler, self.pool, self.runner, LAYOUT, self.clock)
+        scheduler = PrefillScheduler(SchedulerConfig(**{"chunk_tokens": 2 * B, **config}), self.pools, layout)
+        self.step = PrefillStep(scheduler, self.pools, self.runner, self.clock)
 
     def add(self, request_id: str, prompt: Iterable[int], first_page: int | None = 0, **fields: object) -> Sequence:
         deadline = fields.pop("deadline", None)
         assert deadline is None or isinstance(deadline, float)
         sequence = Sequence(make_work(request_id, prompt, **fields), self.clock(), deadline)
-        self.step.add(sequence, first_page)
+        self.step.add(sequence, first_page, as_tails=self.pages.layout.format.has_tails)
         return sequence
 
     def run(self, steps: int = 20) -> list[Event]:
@@ -39,12 +41,14 @@ class Bench:
         return events
 
     def is_idle(self) -> bool:
-        self.pool.check_integrity()
-        load = self.step.load()
-        return self.pool.num_available == self.pool.num_pages and load.waiting == load.running == 0
+        self.pools.check_integrity()
+        return is_idle(self.step.load())
+
+    def release(self, events: list[Event]) -> None:
+        self.step.release_pages([place for _, place in pages_of(events)])
 
 
-def pages_of(events: list[Event]) -> list[tuple[int, PageId]]:
+def pages_of(events: list[Event]) -> list[tuple[PageKey, Place]]:
     return [page for event in events if isinstance(event, ChunkDone) for page in event.pages]
 
 
@@ -55,43 +59,48 @@ def test_pages_come_with_their_chunks_and_keep_their_bytes_until_released() -> N
     events = bench.run()
     chunks = [event for event in events if isinstance(event, ChunkDone)]
     assert [(chunk.start, chunk.num_tokens) for chunk in chunks] == [(0, 2 * B), (2 * B, 2 * B), (4 * B, B + 1)]
-    assert [[index for index, _ in chunk.pages] for chunk in chunks] == [[0, 1], [2, 3], [4, 5]]
+    assert [[key.index for key, _ in chunk.pages] for chunk in chunks] == [[0, 1], [2, 3], [4, 5]]
     (drawn,) = (event for event in events if isinstance(event, Drawn))
     assert (drawn.sequence, drawn.position, drawn.reason) == (sequence, 0, None)
     assert drawn.token.token_id == golden(prompt, 1)[0]
     bench.add("other", range(500, 500 + 20 * B), None)  # cannot take pages that are on their way
     bench.run()
-    for index, page in pages_of(events):
-        for slot in range(min(B, len(prompt) - index * B)):
-            position = index * B + slot
-            assert bench.pages.get(page, slot) == b"".join(vectors(LAYOUT, position, position))
+    for key, place in pages_of(events):  # what is behind the last token is blank
+        assert bench.pages.at(place) == bench.pages.content(key, prompt)
     assert not bench.is_idle()
-    bench.step.release_pages([page for _, page in pages_of(events)])
+    bench.release(events)
     assert bench.is_idle()
 
 
-def test_the_partial_last_page_ends_blank() -> None:
-    bench = Bench()
-    bench.add("dirty", range(700, 700 + 31 * B), None)
+def test_of_a_window_only_what_is_live_at_the_end_is_handed_over_and_open_pages_are_tails() -> None:
+    bench = Bench(layout=GROUPED)
+    dirty = bench.add("dirty", range(700, 700 + 20 * B), None)
     bench.run()
-    bench.add("r", range(B + 1))
-    (_, (_, last)) = pages_of(bench.run())
-    blank = bench.pages.blank_page()
-    bench.pages.put(last, 0, [bytes(LAYOUT.head_dim)] * 2 * LAYOUT.num_layers)
-    page = bytearray(bench.pages.data[last])
-    for index in range(2 * LAYOUT.num_layers):  # the written slot's scales
-        start = LAYOUT.scale_offset + 2 * index * B
-        page[start : start + 2] = blank[start : start + 2]
-    assert bytes(page) == blank
+    assert dirty.num_computed == 20 * B
+    prompt = range(6 * B + 1)
+    bench.add("r", prompt)
+    events = bench.run()
+    # Of the window of 10 the last query, at 24, reads 15 to 24: from page 3 on, and of the sinks page 0.
+    window = [PageKey(0, 0), PageKey(0, 3), PageKey(0, 4), PageKey(0, 5), PageKey(0, 6, is_tail=True)]
+    full = [*(PageKey(1, index) for index in range(6)), PageKey(1, 6, is_tail=True)]
+    pages = pages_of(events)
+    assert sorted(key for key, _ in pages) == sorted([*window, *full])
+    assert [key.index for key, _ in pages] == sorted(key.index for key, _ in pages)
+    bench.add("other", range(500, 500 + 20 * B), None)
+    bench.run()
+    for key, place in pages:
+        assert bench.pages.at(place) == bench.pages.content(key, prompt)
+    bench.release(events)
+    assert bench.is_idle()
 
 
 @pytest.mark.parametrize("first_page", [0, 1, 3])
 def test_pages_that_the_receiver_has_are_not_handed_over(first_page: int) -> None:
     bench = Bench()
     bench.add("r", range(3 * B + 2), first_page)
-    pages = pages_of(bench.run())
-    assert [index for index, _ in pages] == list(range(first_page, 4))
-    bench.step.release_pages([page for _, page in pages])
+    events = bench.run()
+    assert [key.index for key, _ in pages_of(events)] == list(range(first_page, 4))
+    bench.release(events)
     assert bench.is_idle()
 
 
@@ -102,10 +111,10 @@ def test_pages_from_the_own_cache_are_handed_over_too() -> None:
     again = bench.add("again", range(4 * B), 1)
     events = bench.run()
     assert again.num_cached == 4 * B - 1
-    assert [index for index, _ in pages_of(events)] == [1, 2, 3]
+    assert [key.index for key, _ in pages_of(events)] == [1, 2, 3]
     (drawn,) = (event for event in events if isinstance(event, Drawn))
     assert drawn.token.token_id == golden(range(4 * B), 1)[0]
-    bench.step.release_pages([page for _, page in pages_of(events)])
+    bench.release(events)
     assert bench.is_idle()
 
 
@@ -130,7 +139,7 @@ def test_forced_output_is_covered_and_the_position_counts_it() -> None:
     (drawn,) = (event for event in events if isinstance(event, Drawn))
     assert drawn.position == 3
     assert drawn.token.token_id == golden([*range(B), 9, 8, 7], 1)[0]
-    assert [index for index, _ in pages_of(events)] == [0, 1]
+    assert [key.index for key, _ in pages_of(events)] == [0, 1]
 
 
 def test_an_abort_between_chunks_stops_the_computing_and_frees_all() -> None:
@@ -142,7 +151,7 @@ def test_an_abort_between_chunks_stops_the_computing_and_frees_all() -> None:
     num_tokens = bench.runner.num_tokens
     assert not [event for event in bench.run() if isinstance(event, ChunkDone | Drawn | Failed)]
     assert bench.runner.num_tokens == num_tokens == 4 * B
-    bench.step.release_pages([page for _, page in pages_of(events)])
+    bench.release(events)
     assert bench.is_idle()
 
 
@@ -171,7 +180,7 @@ def test_a_failed_draw_fails_its_own_sequence_alone() -> None:
     (drawn,) = (event for event in events if isinstance(event, Drawn))
     assert (failed.sequence, drawn.sequence) == (bad, good)
     assert isinstance(failed.error, InternalError)
-    bench.step.release_pages([page for _, page in pages_of(events)])
+    bench.release(events)
     assert bench.is_idle()
 
 

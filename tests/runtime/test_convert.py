@@ -98,7 +98,7 @@ def test_a_number_of_layers_that_no_model_has_is_refused(num_layers: int) -> Non
     message = convert.layout_to_proto(small_layout())
     message.num_layers = num_layers
     message.ClearField("groups")
-    with pytest.raises(InvalidArgumentError, match="layout.num_layers"):
+    with pytest.raises(InvalidArgumentError, match=r"layout\.num_layers"):
         convert.layout_from_proto(message)
 
 
@@ -109,7 +109,9 @@ def test_a_layout_whose_page_size_in_bytes_does_not_follow_is_refused() -> None:
         convert.layout_from_proto(message)
 
 
-@pytest.mark.parametrize("text", ["fp16", "fp8_e4m3", "int4", "int8:asym", "k=int8:channel,v=int4:asym", "k=fp32,v=bf16"])
+@pytest.mark.parametrize(
+    "text", ["fp16", "fp8_e4m3", "int4", "int8:asym", "k=int8:channel,v=int4:asym", "k=fp32,v=bf16"]
+)
 def test_every_page_format_comes_back(text: str) -> None:
     layout = replace(small_layout(), format=PageFormat.parse(text))
     message = pb.PageLayout.FromString(convert.layout_to_proto(layout).SerializeToString())

@@ -25,6 +25,7 @@ LAYOUT = CacheLayout(
 GROUPED = replace(
     LAYOUT, format=PageFormat.parse("int8:channel"), groups=(CacheGroup((0, 1), window=10, sinks=2), CacheGroup((2,)))
 )
+LAYOUTS = {"one group": LAYOUT, "groups and tails": GROUPED}
 
 
 class FakeClock:
@@ -41,11 +42,10 @@ class FakeClock:
 
 
 class FakePages:
-    """The bytes of a worker's pools: a PageSource and a PageSink. Keys and values have one format."""
+    """The bytes of a worker's pools: a PageSource and a PageSink."""
 
     def __init__(self, layout: CacheLayout, num_pages: int, num_tails: int = 0) -> None:
         """`num_pages` of each group."""
-        assert layout.format.k == layout.format.v, "the fake model has one kind of vector"
         self.layout = layout
         self._pools = {
             is_tail: [[bytearray(blank_page(pages)) for _ in range(number)] for pages in layouts]
@@ -80,6 +80,7 @@ class FakePages:
     def put(self, place: Place, slot: int, rows: ListLike[bytes]) -> None:
         """Write one token's rows, in the order layer, K|V, head, as far as the page's format has room for them."""
         layout, page = self.layout.of(place), self.at(place)
+        assert layout.format.k == layout.format.v, "the fake model has one kind of vector"
         width = layout.format.k.row_bytes(layout.head_dim)
         for index, row in enumerate(rows):
             number = index * layout.page_size + slot
@@ -176,7 +177,7 @@ class FakeRunner:
 
 
 def vectors(layout: CacheLayout, group: int, token_id: int, position: int) -> list[bytes]:
-    """What the model stores for a token at a position in a group's layers; of each row as much as a page has room for."""
+    """What the model stores for a token at a position in a group's layers; of each row as much as a page has room."""
     width = 4 * layout.head_dim
     num_vectors = 2 * layout.pages[group].num_layers * layout.num_kv_heads
     whole = hashlib.shake_128(f"{group}/{token_id}/{position}".encode()).digest(width * num_vectors)

@@ -264,9 +264,7 @@ class RawPush:
         await self.call.write(page_pb2.PushRequest(open=message))
         return await self.read()
 
-    async def send_page(
-        self, page: int | PageKey, token_ids: ListLike[int], *, crc_error: int = 0
-    ) -> None:
+    async def send_page(self, page: int | PageKey, token_ids: ListLike[int], *, crc_error: int = 0) -> None:
         """Send one page of a prompt (a number: of group 0), with true bytes, and wait until it is taken."""
         key = page if isinstance(page, PageKey) else PageKey(0, page)
         place = Place(key.group, PageId(0), key.is_tail)

@@ -78,9 +78,7 @@ def numbered(num_pages: int) -> list[tuple[PageKey, Place]]:
 class FakeDesk:
     """One ticket, TICKET, for these pages."""
 
-    def __init__(
-        self, layout: CacheLayout, pages: Sequence[tuple[PageKey, Place]], *, lease_ms: int = 30_000
-    ) -> None:
+    def __init__(self, layout: CacheLayout, pages: Sequence[tuple[PageKey, Place]], *, lease_ms: int = 30_000) -> None:
         self._layout = layout
         self._places = dict(pages)
         self._lease_ms = lease_ms

@@ -69,7 +69,9 @@ def _check_device(device: str) -> None:
 class EngineConfig:
     model: str = "smollm2"  # a directory, a .gguf file, or the packaged model's name
     page_format: str = "int8"  # or fp32, bf16, fp16, fp8_e4m3, int4; int8:asym, int8:channel; k=FORMAT,v=FORMAT
-    cache_layers: str = ""  # which layers keep which tokens, e.g. 0-14=window:256,sinks:4;15-29=full; empty: model's own
+    cache_layers: str = (
+        ""  # which layers keep which tokens, e.g. 0-14=window:256,sinks:4;15-29=full; empty: model's own
+    )
     device: str = "cpu"  # or cuda:N
     page_size: int = 16
     num_pages: int = 0  # 0: what `kv_memory_mb` holds

@@ -21,14 +21,18 @@ ENGINE_OPTIONS = {
     "--pages": (
         "engine.page_format",
         "FORMAT",
-        "format of the pages: fp32, bf16, fp16, fp8_e4m3, int8 (the default) or int4; with scales per channel as "
-        "int8:channel, with zero points as int4:asym; keys and values apart as k=int8:channel,v=int4",
+        (
+            "format of the pages: fp32, bf16, fp16, fp8_e4m3, int8 (the default) or int4; with scales per channel as "
+            "int8:channel, with zero points as int4:asym; keys and values apart as k=int8:channel,v=int4"
+        ),
     ),
     "--cache-layers": (
         "engine.cache_layers",
         "LAYERS=POLICY;...",
-        "which tokens layers keep: full, window:W (the last W), or window:W,sinks:S (and the first S), such as "
-        "'0-14=window:256,sinks:4;15-29=full'; default: all layers as the model has it",
+        (
+            "which tokens layers keep: full, window:W (the last W), or window:W,sinks:S (and the first S), such as "
+            "'0-14=window:256,sinks:4;15-29=full'; default: all layers as the model has it"
+        ),
     ),
     "--device": ("engine.device", "DEVICE", "cpu, the default, or cuda:N"),
 }

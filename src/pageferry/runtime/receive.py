@@ -183,7 +183,9 @@ class _Receipt:
         """InvalidArgumentError for a frame that doesn't belong to the grant, or has come before."""
         page = page_key(frame)
         if page not in self._grant.places:
-            raise invalid("frame.page_index", str(page), f"must be one of the {len(self._grant.places)} pages to receive")
+            raise invalid(
+                "frame.page_index", str(page), f"must be one of the {len(self._grant.places)} pages to receive"
+            )
         num_layers = self._sink.layout.of(page).num_layers
         if not 1 <= frame.num_layers <= num_layers - min(frame.first_layer, num_layers):
             layers = (frame.first_layer, frame.num_layers)
