@@ -35,14 +35,6 @@ class Failed:
 Event = ChunkDone | Drawn | Failed | Report
 
 
-@dataclass(slots=True)
-class _Handover:
-    """Of a sequence whose pages are shipped."""
-
-    next_page: int  # those before it are handed over, or not to be
-    as_tails: bool  # whether the receiver keeps open pages as tails
-
-
 class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
     """A prefill worker's: each chunk's pages come with its event."""
 
@@ -55,7 +47,7 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
     ) -> None:
         super().__init__(scheduler, pools, runner, clock)
         self._pools = pools
-        self._handovers: dict[Sequence, _Handover] = {}
+        self._shipped: dict[Sequence, tuple[int, bool]] = {}  # sequences whose pages are: `first_page`, `as_tails`
 
     def add(self, sequence: Sequence, first_page: int | None, *, as_tails: bool = False) -> None:
         """Queue a prompt; pages from `first_page` on come with the events of its chunks, none where it is None.
@@ -66,11 +58,11 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
         """
         self._scheduler.add(sequence, self._accept(sequence))
         if first_page is not None:
-            self._handovers[sequence] = _Handover(first_page, as_tails)
+            self._shipped[sequence] = (first_page, as_tails)
 
     def abort(self, sequence: Sequence) -> None:
         """Forget a sequence in any state; idempotent. Pages that events carried keep their references."""
-        self._handovers.pop(sequence, None)
+        self._shipped.pop(sequence, None)
         self._scheduler.abort(sequence)
         self._reporter.mark_changed()
 
@@ -99,24 +91,23 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
                 self._end(end, ended)
 
     def _take_pages(self, chunk: Chunk) -> tuple[tuple[PageKey, Place], ...]:
-        """Acquire the pages that are complete once `chunk` is, and that were not handed over yet."""
-        handover = self._handovers.get(chunk.sequence)
-        if handover is None:
+        """Acquire the pages that are complete once `chunk` is, and that were not before, but for cached ones."""
+        if chunk.sequence not in self._shipped:
             return ()
-        tables, end = self._scheduler.tables, chunk.start + chunk.num_tokens
-        pages = tables.shippable(chunk.sequence, handover.next_page, chunk.start, end, as_tails=handover.as_tails)
+        first_page, as_tails = self._shipped[chunk.sequence]
+        end = chunk.start + chunk.num_tokens
+        pages = self._scheduler.tables.shippable(chunk.sequence, first_page, chunk.start, end, as_tails=as_tails)
         self._pools.acquire(place for _, place in pages)
-        handover.next_page = max(handover.next_page, end // tables.page_size)
         return tuple(pages)
 
     def _draw(self, emitted: Emitted, end: Ended, now: float) -> None:
-        self._handovers.pop(emitted.sequence, None)
+        self._shipped.pop(emitted.sequence, None)
         self._reporter.num_generated += 1
         self._pending.append(Drawn(emitted.sequence, emitted.position, emitted.token, end.reason, now))
 
     def _end(self, ended: Ended, now: float) -> None:
         """Without a token."""
-        self._handovers.pop(ended.sequence, None)
+        self._shipped.pop(ended.sequence, None)
         error: PageferryError = InternalError(ended.failure, reason="SAMPLING_FAILED")
         if ended.failure == "deadline":
             error = DeadlineExceededError("the deadline passed before the first token was drawn")
