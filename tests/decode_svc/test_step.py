@@ -34,11 +34,15 @@ GONE = CancelledError("the call is over")
 
 
 class Bench:
-    def __init__(self, num_pages: int = 32, layout: CacheLayout = LAYOUT, **config: float) -> None:
+    def __init__(
+        self, num_pages: int = 32, layout: CacheLayout = LAYOUT, *, window_pages: int = 32, **config: float
+    ) -> None:
+        """`num_pages` of full groups."""
         self.clock = FakeClock()
         self.layout = layout
-        self.pools = PagePools(layout, [num_pages] * len(layout.groups), num_tails=8)
-        self.pages = FakePages(layout, num_pages, num_tails=8)
+        counts = [num_pages if group.window is None else window_pages for group in layout.groups]
+        self.pools = PagePools(layout, counts, num_tails=8)
+        self.pages = FakePages(layout, max(counts), num_tails=8)
         self.runner = FakeRunner(self.pages, before=lambda plan: self.clock.advance(0.1))
         scheduler = DecodeScheduler(SchedulerConfig(**{"headroom_pages": 0, **config}), self.pools, layout)
         tickets = TicketTable(b"i" * 16, LEASE_S, layout)
