@@ -95,11 +95,13 @@ class WorkerView:
     @property
     def available_pages(self) -> tuple[int, ...]:
         """Pages of each pool that the last load report and what was sent since leave."""
+        assert self.layout is not None, "a worker with pages has been seen"
+        left = [pool.pages_free + pool.pages_cached for pool in self.pools]
+        for group, (policy, pool) in enumerate(zip(self.layout.groups, self.load.pools, strict=False)):
+            if policy.window is not None:  # what is free there may be promised
+                left[group] = pool.pages_total - pool.pages_promised
         work = [dispatched.num_pages for dispatched in self._dispatched if dispatched.num_pages]
-        return tuple(
-            pool.pages_free + pool.pages_cached - sum(pages[index] for pages in work)
-            for index, pool in enumerate(self.pools)
-        )
+        return tuple(number - sum(pages[index] for pages in work) for index, number in enumerate(left))
 
     def capacity_tokens(self) -> int:
         """Most tokens that a sequence can have for its pages to fit, as far as the model goes."""

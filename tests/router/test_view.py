@@ -124,7 +124,10 @@ def grouped(*pools: PoolLoad) -> WatchResponse:
 def test_pages_are_known_pool_by_pool() -> None:
     view = WorkerView()
     view.apply(
-        grouped(PoolLoad(group=0, pages_total=20, pages_free=9), PoolLoad(group=1, pages_total=50, pages_cached=8))
+        grouped(
+            PoolLoad(group=0, pages_total=20, pages_free=20, pages_promised=11),
+            PoolLoad(group=1, pages_total=50, pages_cached=8),
+        )
     )
     assert view.available_pages == (9, 8)
     view.dispatch(100, (3, 7))

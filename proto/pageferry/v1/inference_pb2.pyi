@@ -224,20 +224,22 @@ class GetTraceResponse(_message.Message):
     def __init__(self, trace_id: _Optional[str] = ..., traces_data: _Optional[bytes] = ...) -> None: ...
 
 class PoolLoad(_message.Message):
-    __slots__ = ("group", "pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident")
+    __slots__ = ("group", "pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "pages_promised")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     PAGES_RESERVED_FIELD_NUMBER: _ClassVar[int]
     PAGES_RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PROMISED_FIELD_NUMBER: _ClassVar[int]
     group: int
     pages_total: int
     pages_free: int
     pages_cached: int
     pages_reserved: int
     pages_resident: int
-    def __init__(self, group: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ...) -> None: ...
+    pages_promised: int
+    def __init__(self, group: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., pages_promised: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens", "pools")

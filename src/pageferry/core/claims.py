@@ -46,6 +46,11 @@ class Claims:
         self._num_promised = [0] * len(layout.groups)
 
     @property
+    def num_promised(self) -> Counts:
+        """Pages of each group that running sequences may come to hold; of a full group none, as they are taken."""
+        return tuple(self._num_promised)
+
+    @property
     def can_grow(self) -> bool:
         """Whether a sequence may come to need pages that it was not promised."""
         return bool(self._full)

@@ -1,6 +1,6 @@
 """What a worker tells its watchers: made on the engine's thread, published on the event loop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pageferry.core.load import ReportTimer, Smoothed
@@ -81,7 +81,7 @@ class Reporter:
             preemptions=self.num_preemptions,
             generated_tokens=self.num_generated,
             prefill_tokens=self._num_prefilled,
-            pools=_pool_loads(pools),
+            pools=_pool_loads(pools, scheduler.tables.claims.num_promised),
         )
 
 
@@ -90,8 +90,11 @@ def _pages(pool: PagePool | PagePools) -> dict[str, int]:
     return {"pages_total": pool.num_pages, **{f"pages_{state}": getattr(pool, f"num_{state}") for state in states}}
 
 
-def _pool_loads(pools: PagePools) -> list[PoolLoad]:
-    loads = [PoolLoad(group=group, **_pages(pool)) for group, pool in enumerate(pools.groups)]
+def _pool_loads(pools: PagePools, num_promised: Sequence[int]) -> list[PoolLoad]:
+    loads = [
+        PoolLoad(group=group, **_pages(pool), pages_promised=promised)
+        for group, (pool, promised) in enumerate(zip(pools.groups, num_promised, strict=True))
+    ]
     return loads if pools.tails is None else [*loads, PoolLoad(**_pages(pools.tails))]
 
 
