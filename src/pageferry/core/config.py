@@ -68,15 +68,13 @@ def _check_device(device: str) -> None:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     model: str = "smollm2"  # a directory, a .gguf file, or the packaged model's name
-    page_format: str = "int8"  # or fp32, bf16, fp16, fp8_e4m3, int4; int8:asym, int8:channel; k=FORMAT,v=FORMAT
-    cache_layers: str = (
-        ""  # which layers keep which tokens, e.g. 0-14=window:256,sinks:4;15-29=full; empty: model's own
-    )
-    device: str = "cpu"  # or cuda:N
+    page_format: str = "int8"  # or fp32, bf16, fp16, fp8_e4m3, int4; :channel, :asym behind it; k=FORMAT,v=FORMAT
+    cache_layers: str = ""  # 0-14=window:256,sinks:4;15-29=full; empty: all that the model's own window keeps
     page_size: int = 16
     num_pages: int = 0  # 0: what `kv_memory_mb` holds
     kv_memory_mb: int = 512
     threads: int = 0  # 0: all cores
+    device: str = "cpu"  # or cuda:N
     compute_dtype: str = "auto"  # fp32, bf16; auto: a file's own groups, else bf16 where it is native
     kernels: str = "auto"  # cpu: the compiled ones; torch: without them; auto: compiled where they are there and faster
     max_model_tokens: int = 0  # 0: the model's own
