@@ -4,56 +4,84 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from engines import load
 
-from pageferry.core.config import EngineConfig, SchedulerConfig
+from pageferry.core.config import SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
+from pageferry.core.layout import PageKey, Place
 from pageferry.core.plan import Output, SampledToken
-from pageferry.core.pool import PagePool
+from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.core.sequence import Sequence, WorkItem
-from pageferry.engine.load import Engine, load_engine
+from pageferry.core.sequence import NO_PAGE, Sequence, WorkItem
+from pageferry.engine.load import Engine
 
 SCHEDULER = SchedulerConfig(chunk_tokens=32, local_chunk_tokens=32)
+FORMATS = (
+    *("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym"),
+    *("fp8_e4m3:channel", "int8:channel", "int8:channel:asym", "int4:channel", "k=int8:channel,v=int4:asym"),
+)
+Pages = dict[PageKey, bytes]
 
 
 @dataclass
 class Worker:
-    """An engine with a pool and one of the schedulers, driven step by step."""
+    """An engine with pools and one of the schedulers, driven step by step."""
 
     engine: Engine
-    pool: PagePool
+    pools: PagePools
     scheduler: PrefillScheduler | DecodeScheduler
 
-    def step(self, sequence: Sequence) -> tuple[list[bytes], Output]:
-        """Run one step; the bytes of the sequence's pages right after it, and what the scheduler made of it."""
+    def step(self, sequence: Sequence) -> tuple[Pages, Output]:
+        """Run one step; the bytes of what the sequence holds right after it, and what the scheduler made of it."""
         plan = self.scheduler.schedule(0.0)
         assert plan is not None
         result = self.engine.runner.run(plan)
-        num_layers = self.engine.layout.num_layers
-        page_bytes = [self.engine.pages.read(page, 0, num_layers) for page in sequence.pages]
-        return page_bytes, self.scheduler.apply(plan, result, 0.0)
+        ends = [chunk.start + chunk.num_tokens for chunk in plan.chunks if chunk.sequence is sequence]
+        pages = {key: self.read(key, place) for key, place in self.held(sequence, ends[0] if ends else 0)}
+        return pages, self.scheduler.apply(plan, result, 0.0)
 
-    def decode(self, sequence: Sequence, output: Output) -> tuple[list[int], list[bytes]]:
+    def held(self, sequence: Sequence, num_tokens: int) -> list[tuple[PageKey, Place]]:
+        """Where its pages lie when so many tokens are computed."""
+        size, layout = self.engine.layout.page_size, self.engine.layout
+        held = []
+        for group, table in enumerate(sequence.tables):
+            for index, page in enumerate(table[: layout.num_pages(num_tokens)]):
+                if sequence.tail is not None and index == num_tokens // size:
+                    held.append((PageKey(group, index, is_tail=True), Place(group, sequence.tail, is_tail=True)))
+                elif page != NO_PAGE:
+                    held.append((PageKey(group, index), Place(group, page)))
+        return held
+
+    def read(self, key: PageKey, place: Place) -> bytes:
+        return self.engine.pages.read(key, place, 0, self.engine.layout.of(key).num_layers)
+
+    def decode(self, sequence: Sequence, output: Output) -> tuple[list[int], Pages]:
         """Step to the end; the tokens emitted, those of `output` first, and the pages after the last step."""
         tokens: list[int] = []
-        page_bytes: list[bytes] = []
+        pages: Pages = {}
         while True:
             tokens += [emitted.token.token_id for emitted in output.emitted]
             if output.ended:
                 assert not output.ended[0].failure
-                self.pool.check_integrity()
-                return tokens, page_bytes
-            page_bytes, output = self.step(sequence)
+                self.check_idle()
+                return tokens, pages
+            pages, output = self.step(sequence)
+
+    def check_idle(self) -> None:
+        self.pools.check_integrity()
+        assert self.pools.num_available == self.pools.num_pages
 
 
 def worker(
-    model: Path, page_format: str, kind: type[PrefillScheduler] | type[DecodeScheduler], *, pool_pages: int = 300
+    engine: Engine, kind: type[PrefillScheduler] | type[DecodeScheduler], *, pool_pages: int | None = None
 ) -> Worker:
-    config = EngineConfig(model=str(model), page_format=page_format, num_pages=300, threads=1, compute_dtype="fp32")
-    engine = load_engine(config, SCHEDULER, progress=lambda _: None)
-    pool = PagePool(pool_pages)
-    return Worker(engine, pool, kind(SCHEDULER, pool, engine.layout))
+    """With the engine to itself: whatever it does not write first is not a number."""
+    for pool in (*engine.pages.pools, *engine.pages.tails):
+        pool.memory.fill_(0xFF)
+    num_pages = engine.num_pages if pool_pages is None else [pool_pages]
+    pools = PagePools(engine.layout, num_pages, engine.num_tails)
+    return Worker(engine, pools, kind(SCHEDULER, pools, engine.layout))
 
 
 def request(num_prompt: int) -> Sequence:
@@ -62,44 +90,67 @@ def request(num_prompt: int) -> Sequence:
     return Sequence(work, arrival=0.0)
 
 
-def prefill(prefiller: Worker, num_prompt: int) -> tuple[list[bytes], SampledToken]:
-    """The prompt's pages, as they would be shipped, and the first token."""
-    sequence = request(num_prompt)
+def prefill(prefiller: Worker, num_prompt: int) -> tuple[Pages, SampledToken]:
+    """The prompt's pages, as they are shipped chunk by chunk, and the first token."""
+    sequence, shipped, has_tails = request(num_prompt), Pages(), prefiller.engine.layout.format.has_tails
     prefiller.scheduler.add(sequence, 0.0)
     while True:
-        page_bytes, output = prefiller.step(sequence)
+        plan = prefiller.scheduler.schedule(0.0)
+        assert plan is not None
+        result, (chunk,) = prefiller.engine.runner.run(plan), plan.chunks
+        end = chunk.start + chunk.num_tokens
+        for key, place in prefiller.scheduler.tables.shippable(sequence, 0, chunk.start, end, as_tails=has_tails):
+            assert key not in shipped
+            shipped[key] = prefiller.read(key, place)
+        output = prefiller.scheduler.apply(plan, result, 0.0)
         if output.emitted:
-            return page_bytes, output.emitted[0].token
+            prefiller.check_idle()
+            return shipped, output.emitted[0].token
 
 
-@pytest.mark.parametrize(
-    ("page_format", "num_prompt"),
-    [*((text, num_prompt) for text in ("fp32", "int8") for num_prompt in (15, 16, 17, 32, 100)),
-     *((text, 37) for text in ("bf16", "fp16", "fp8_e4m3", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym"))],
-)  # fmt: skip
-def test_pages_and_tokens_are_equal(tiny_model: Path, page_format: str, num_prompt: int) -> None:
-    shipped, first = prefill(worker(tiny_model, page_format, PrefillScheduler), num_prompt)
+def check_equal(engine: Engine, num_prompt: int) -> None:
+    shipped, first = prefill(worker(engine, PrefillScheduler), num_prompt)
 
-    colocated = worker(tiny_model, page_format, DecodeScheduler)
+    colocated = worker(engine, DecodeScheduler)
     sequence = request(num_prompt)
     colocated.scheduler.add(sequence, 0.0)
     output = Output()
     while not output.emitted:
         computed, output = colocated.step(sequence)
-    num_pages = colocated.engine.layout.num_pages(num_prompt)
-    assert shipped[:num_pages] == computed[:num_pages]
+    assert shipped == {key: computed[key] for key in shipped}
     tokens_alone, pages_alone = colocated.decode(sequence, output)
 
-    split = worker(tiny_model, page_format, DecodeScheduler)
+    split = worker(engine, DecodeScheduler)
     assert isinstance(split.scheduler, DecodeScheduler)
     sequence = request(num_prompt)
     assert split.scheduler.reserve(sequence, 0.0)
-    for page, payload in zip(sequence.pages, shipped[:num_pages], strict=False):
-        split.engine.pages.write(page, 0, split.engine.layout.num_layers, payload)
+    places = split.scheduler.tables.expected(sequence)
+    assert places.keys() == shipped.keys()
+    for key, place in places.items():
+        engine.pages.write(place, 0, engine.layout.of(key).num_layers, shipped[key])
     tokens, pages = split.decode(sequence, split.scheduler.activate(sequence, first, 0.0))
     assert tokens == tokens_alone
     assert len(tokens) == 24
     assert pages == pages_alone
+
+
+@pytest.mark.parametrize("cache_layers", ["", "0,2=window:37,sinks:4;1,3=full"], ids=["full", "windows"])
+@pytest.mark.parametrize(
+    ("page_format", "num_prompt"),
+    [*((text, num_prompt) for text in ("fp32", "int8", "int8:channel") for num_prompt in (15, 16, 17, 32, 100)),
+     *((text, 90) for text in FORMATS)],
+)  # fmt: skip
+def test_pages_and_tokens_are_equal(tiny_model: Path, page_format: str, num_prompt: int, cache_layers: str) -> None:
+    check_equal(load(tiny_model, page_format, cache_layers=cache_layers), num_prompt)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache_layers", ["", "0-14=window:64,sinks:4;15-29=full"], ids=["full", "windows"])
+@pytest.mark.parametrize("page_format", FORMATS)
+def test_pages_and_tokens_of_the_real_model_are_equal(page_format: str, cache_layers: str) -> None:
+    engine = load("smollm2", page_format, compute_dtype="auto", cache_layers=cache_layers)
+    for num_prompt in (16, 150):
+        check_equal(engine, num_prompt)
 
 
 PENALISED = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)
@@ -107,7 +158,7 @@ PENALISED = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penal
 
 def generate_preempted(model: Path, sampling: SamplingParams, positions: set[int]) -> list[int]:
     """80 tokens of a sequence that more urgent ones take the pages from at these positions."""
-    decoder = worker(model, "fp32", DecodeScheduler, pool_pages=10)
+    decoder = worker(load(model, "fp32"), DecodeScheduler, pool_pages=10)
     prompt = tuple(4 + (index * 29) % 300 for index in range(40))
     victim, tokens = Sequence(WorkItem("same", prompt, sampling, StopParams(max_tokens=80)), arrival=0.0), list[int]()
     decoder.scheduler.add(victim, 0.0)
@@ -122,7 +173,7 @@ def generate_preempted(model: Path, sampling: SamplingParams, positions: set[int
                 assert emitted.position == len(tokens), "a token came twice, or one is missing"
                 tokens.append(emitted.token.token_id)
     assert victim.num_preemptions == len(positions)
-    decoder.pool.check_integrity()
+    decoder.check_idle()
     return tokens
 
 
@@ -133,7 +184,7 @@ def test_tokens_are_equal_whether_or_not_a_sequence_was_preempted(tiny_model: Pa
 
 @pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
 def test_a_cached_prompt_has_the_same_first_token_and_logprobs(tiny_model: Path, page_format: str) -> None:
-    prefiller = worker(tiny_model, page_format, PrefillScheduler)
+    prefiller = worker(load(tiny_model, page_format), PrefillScheduler)
     prompt = tuple(4 + (index * 29) % 300 for index in range(80))
     samples, num_cached = [], []
     for num_prompt in (64, 64, 80, 80):

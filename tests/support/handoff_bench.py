@@ -24,6 +24,7 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.handoff import Ticket, TicketTable
 from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.limits import ModelLimits
+from pageferry.core.plan import Plan, Runner, StepResult
 from pageferry.core.pool import PageId
 from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
@@ -75,6 +76,18 @@ class Settings:
     clock: Callable[[], float] = time.monotonic
 
 
+@dataclass
+class Watched:
+    """A runner; `before` is called first in each step."""
+
+    runner: Runner
+    before: Callable[[Plan], None] = lambda plan: None
+
+    def run(self, plan: Plan) -> StepResult:
+        self.before(plan)
+        return self.runner.run(plan)
+
+
 class Side:
     """What both workers of the bench have."""
 
@@ -83,14 +96,15 @@ class Side:
 
     def __init__(self, settings: Settings, exporter: InMemorySpanExporter) -> None:
         self.settings = settings
-        num_pages: ListLike[int] = [settings.num_pages] * len(settings.layout.groups)
-        num_tails = settings.num_tails
-        self.pages: Any = FakePages(settings.layout, settings.num_pages, num_tails)
-        self.runner: Any = FakeRunner(self.pages)
-        if settings.engine is not None:
-            self.pages, self.runner = settings.engine.pages, settings.engine.runner
-            num_pages, num_tails = settings.engine.num_pages, settings.engine.num_tails
-        self.pools = PagePools(settings.layout, num_pages, num_tails)
+        if settings.engine is None:
+            num_pages = [settings.num_pages] * len(settings.layout.groups)
+            self.pages: Any = FakePages(settings.layout, settings.num_pages, settings.num_tails)
+            self.runner: Any = FakeRunner(self.pages)
+            self.pools = PagePools(settings.layout, num_pages, settings.num_tails)
+        else:
+            engine = settings.engine
+            self.pages, self.runner = engine.pages, Watched(engine.runner)
+            self.pools = PagePools(settings.layout, engine.num_pages, engine.num_tails)
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(exporter))
         self.tracer = provider.get_tracer("bench")
