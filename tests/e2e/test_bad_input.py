@@ -144,11 +144,6 @@ def test_up_refuses_too_few_pages_for_one_request(tiny_model: Path) -> None:
     check_refused(*up_with(tiny_model), "--set", "engine.num_pages=1", words=words)
 
 
-def test_up_refuses_layers_that_the_model_does_not_have(tiny_model: Path) -> None:
-    words = ("0-9", "must be layers from 0 to 3")
-    check_refused(*up_with(tiny_model), "--cache-layers", "0-9=window:32", words=words)
-
-
 def test_up_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
     check_refused(*up_with(tmp_path / "nowhere"), words=("nowhere",))
 
