@@ -56,17 +56,13 @@ def plan(
 
     `devices` of "prefill" and of "decode" workers are separated by commas and go round; None: the configuration's.
     """
-    if not 0 <= num_prefill <= MAX_WORKERS:
-        raise invalid("--prefill", num_prefill, f"must be from 0 (decode workers compute prompts) to {MAX_WORKERS}")
-    if not 1 <= num_decode <= MAX_WORKERS:
-        raise invalid("--decode", num_decode, f"must be from 1 to {MAX_WORKERS}")
+    roles = _roles(num_prefill, num_decode)
     resolve_model(base.engine.model)
     server = base.server
     with contextlib.ExitStack() as held:
         # All are held open at once, so that none is chosen twice.
         port = _hold(held, server.host, server.port, "--port")
         http_port = _hold(held, server.host, server.http_port, "--http-port") if server.http_port else 0
-        roles = [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
         ports = {role: _hold(held, _LOOPBACK, 0, role) for role in roles}
     router = replace(
         base,
@@ -87,6 +83,14 @@ def plan(
         for index, (role, worker_port) in enumerate(ports.items())
     }
     return replace(launch, workers=workers)
+
+
+def _roles(num_prefill: int, num_decode: int) -> list[str]:
+    if not 0 <= num_prefill <= MAX_WORKERS:
+        raise invalid("--prefill", num_prefill, f"must be from 0 (decode workers compute prompts) to {MAX_WORKERS}")
+    if not 1 <= num_decode <= MAX_WORKERS:
+        raise invalid("--decode", num_decode, f"must be from 1 to {MAX_WORKERS}")
+    return [f"prefill-{i}" for i in range(num_prefill)] + [f"decode-{i}" for i in range(num_decode)]
 
 
 def _device(base: Config, role: str, devices: Mapping[str, str | None]) -> str:
