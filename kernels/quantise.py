@@ -5,9 +5,11 @@ fp8_e4m3, symmetric int8 and int4: scale s = fp16(max |x| / m) with m = 448, 127
 even (to e4m3 for fp8_e4m3) and clamped to ±m. x = q · s.
 Asymmetric, n bits: zero z = fp16(min x), scale s = fp16((max x - min x) / (2ⁿ - 1)), q = round((x - z) / s) clamped to
 0 … 2ⁿ - 1. x = q · s + z.
-A scale of 0 (all numbers zero, all equal, or too small for fp16) is stored as 1. A vector that is not finite, or whose
-scale or zero point overflows fp16, stores a scale that is not finite: whoever reads it gets NaN, and so fails alone.
-Shapes: x [..., D] fp32; elements [..., D], of int4 [..., D / 2] bytes; scales and zeros [...] fp16.
+A scale of 0 (all numbers zero, all equal, or too small for fp16) is stored as 1. Numbers that are not finite, or whose
+scale or zero point overflows fp16, store a scale that is not finite: whoever reads them gets NaN, and so fails alone.
+The numbers that share a scale are those of a vector, or per channel those of a channel over the B tokens of a page.
+Shapes: x [..., D] fp32, per channel [..., B, D]; elements as x, of int4 [..., D / 2] bytes; scales and zeros fp16,
+[...], per channel [..., D].
 """
 
 from dataclasses import dataclass
@@ -52,19 +54,19 @@ def quantise(x: Tensor, format_: TensorFormat) -> Stored:
             # An infinite score could hide its token instead of failing its sequence.
             elements.masked_fill_(~torch.isfinite(elements).all(-1, keepdim=True), float("nan"))
         return Stored(elements)
-    top = largest(format_)
+    top, shared = largest(format_), _shared(format_)
     if format_.symmetric:
         zeros, low = None, -top
-        scales = x.abs().amax(-1).div_(top).half()
+        scales = x.abs().amax(shared).div_(top).half()
         scaled = x
     else:
-        lowest, highest = torch.aminmax(x, dim=-1)
+        lowest, highest = torch.aminmax(x, dim=shared)
         zeros, low = lowest.half(), 0
         scales = highest.sub(lowest).div_(top).half()
         scales.masked_fill_(~torch.isfinite(zeros), float("nan"))
-        scaled = x - zeros[..., None].float()
+        scaled = x - zeros.unsqueeze(shared).float()
     scales.masked_fill_(scales == 0, 1)
-    scaled = scaled.div(scales[..., None].float()).clamp_(low, top).nan_to_num_(0)
+    scaled = scaled.div(scales.unsqueeze(shared).float()).clamp_(low, top).nan_to_num_(0)
     if format_.element is Element.FP8_E4M3:
         return Stored(scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales)
     rounded = scaled.round_()
@@ -72,6 +74,11 @@ def quantise(x: Tensor, format_: TensorFormat) -> Stored:
         return Stored(rounded.to(storage_dtype(format_)), scales, zeros)
     halves = rounded.to(torch.int8).view(torch.uint8).bitwise_and_(15)
     return Stored(halves[..., ::2] | halves[..., 1::2] << 4, scales, zeros)
+
+
+def _shared(format_: TensorFormat) -> int:
+    """The dimension whose numbers share a scale."""
+    return -2 if format_.is_per_channel else -1
 
 
 def numbers(elements: Tensor, format_: TensorFormat, dtype: torch.dtype) -> Tensor:
@@ -94,37 +101,45 @@ def dequantise(stored: Stored, format_: TensorFormat) -> Tensor:
     """[..., D] fp32."""
     x = numbers(stored.elements, format_, torch.float32)
     if stored.scales is not None:
-        x = x * stored.scales[..., None].float()
-    return x if stored.zeros is None else x + stored.zeros[..., None].float()
+        x = x * stored.scales.unsqueeze(_shared(format_)).float()
+    return x if stored.zeros is None else x + stored.zeros.unsqueeze(_shared(format_)).float()
 
 
 def quantise_ref(x: Tensor, format_: TensorFormat) -> Stored:
-    """Formats with a scale: one vector after the other, in fp64, and one byte after the other."""
-    rows, top = x.reshape(-1, x.shape[-1]).double(), largest(format_)
-    elements, scales, zeros = (
-        [],
-        torch.ones(len(rows), dtype=torch.float16),
-        torch.zeros(len(rows), dtype=torch.float16),
-    )
-    for i, row in enumerate(rows):
-        reach = row.abs().max()
-        if not format_.symmetric:
-            zeros[i], reach = row.min().half(), row.max() - row.min()
-        scale = (reach / top).half()
-        if scale != 0:
-            scales[i] = scale if torch.isfinite(zeros[i]) else float("nan")
-        good = torch.isfinite(scales[i])
-        scaled = ((row - zeros[i].double()) / scales[i].double()).tolist() if good else [0.0] * len(row)
-        if format_.element is Element.FP8_E4M3:
-            codes = [fp8_encode_ref(value) for value in scaled]
-        else:
-            codes = [min(top, max(-top if format_.symmetric else 0, round(value))) & 255 for value in scaled]
-        if format_.element is Element.INT4:
-            codes = [low & 15 | (high & 15) << 4 for low, high in zip(codes[::2], codes[1::2], strict=True)]
-        elements.append(codes)
-    packed = torch.tensor(elements, dtype=torch.uint8).view(*x.shape[:-1], -1).view(storage_dtype(format_))
-    shape = x.shape[:-1]
-    return Stored(packed, scales.view(shape), None if format_.symmetric else zeros.view(shape))
+    """Formats with a scale: one run of numbers that share it after the other, in fp64, and one byte after the other."""
+    runs = x.double().movedim(_shared(format_), -1)
+    shape, codes, scales, zeros = runs.shape[:-1], [], [], []
+    for run in runs.reshape(-1, runs.shape[-1]):
+        run_codes, scale, zero = _quantise_run_ref(run, format_)
+        codes.append(run_codes)
+        scales.append(scale)
+        zeros.append(zero)
+    elements = torch.tensor(codes, dtype=torch.uint8).view(runs.shape).movedim(-1, _shared(format_)).contiguous()
+    if format_.element is Element.INT4:
+        pairs = elements.view(-1, 2).tolist()
+        packed = [low & 15 | (high & 15) << 4 for low, high in pairs]
+        elements = torch.tensor(packed, dtype=torch.uint8).view(*x.shape[:-1], -1)
+    factors = [torch.stack(found).view(shape) for found in (scales, zeros)]
+    return Stored(elements.view(storage_dtype(format_)), factors[0], None if format_.symmetric else factors[1])
+
+
+def _quantise_run_ref(run: Tensor, format_: TensorFormat) -> tuple[list[int], Tensor, Tensor]:
+    """A byte for each number; scale and zero point, fp16."""
+    top, reach, zero = largest(format_), run.abs().max(), torch.tensor(0.0, dtype=torch.float16)
+    if not format_.symmetric:
+        zero, reach = run.min().half(), run.max() - run.min()
+    scale = (reach / top).half()
+    if not torch.isfinite(zero):
+        scale = torch.full_like(scale, float("nan"))
+    elif scale == 0:
+        scale = torch.ones_like(scale)
+    scaled = [0.0] * len(run)
+    if torch.isfinite(scale):
+        scaled = ((run - zero.double()) / scale.double()).tolist()
+    if format_.element is Element.FP8_E4M3:
+        return [fp8_encode_ref(value) for value in scaled], scale, zero
+    low = -top if format_.symmetric else 0
+    return [min(top, max(low, round(value))) & 255 for value in scaled], scale, zero
 
 
 def fp8_encode_ref(value: float) -> int:

@@ -18,6 +18,7 @@ from pageferry.kernels.quantise import (
 )
 
 SCALED = ("fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym")
+CHANNEL = ("fp8_e4m3:channel", "int8:channel", "int8:channel:asym", "int4:channel", "int4:channel:asym")
 NAN, INF = float("nan"), float("inf")
 
 
@@ -46,6 +47,40 @@ def test_it_equals_the_reference(text: str, num_vectors: int, dim: int) -> None:
     step = ours.abs() / 8 if text == "fp8_e4m3" else 1
     assert ((ours - theirs).abs() <= step).all()
     assert (ours != theirs).float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("text", CHANNEL)
+@pytest.mark.parametrize(("num_pages", "page_size", "dim"), [(1, 1, 2), (3, 5, 6), (7, 16, 80), (2, 16, 96)])
+def test_channels_equal_the_reference_and_vectors(text: str, num_pages: int, page_size: int, dim: int) -> None:
+    """A page's channels are quantised as its transpose's vectors are: the same bits, but for how int4 are packed."""
+    torch.manual_seed(num_pages)
+    x = (torch.randn(num_pages, page_size, dim) + 0.5) * torch.logspace(-9, 4, dim)
+    x[0, 0, 0], x[-1, :, 1] = NAN, INF
+    result, expected = quantise(x, side(text)), quantise_ref(x, side(text))
+    factors = torch.stack((result.scales, expected.scales)).float().nan_to_num()
+    assert torch.allclose(factors[0], factors[1], rtol=2**-10, atol=2**-24)
+    same = result.scales == expected.scales
+    ours, theirs = (numbers(part.elements, side(text), torch.float32) for part in (result, expected))
+    close = (ours - theirs).abs() <= (ours.abs() / 8 if "fp8" in text else 1)
+    assert (close | ~same[:, None, :]).all()
+    if "int4" not in text or page_size % 2 == 0:
+        plain = side(text.replace(":channel", ""))
+        vectors = quantise(x.transpose(1, 2), plain)
+        assert torch.equal(numbers(vectors.elements, plain, torch.float32).transpose(1, 2), ours)
+        assert torch.equal(vectors.scales.view(torch.int16), result.scales.view(torch.int16))
+        assert vectors.zeros is None or torch.equal(vectors.zeros.view(torch.int16), result.zeros.view(torch.int16))
+
+
+@pytest.mark.parametrize("text", CHANNEL)
+def test_a_bad_channel_is_bad_alone(text: str) -> None:
+    """Not finite, or beyond fp16 where it is a zero point or a scale: NaN in all its tokens, and no other number."""
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(2))
+    x[1, 0], x[2, 1], x[3, 2], x[:, 3], x[:, 4], x[:, 5], x[2, 6] = NAN, INF, -INF, 1e9, 0.0, 3.7, 60000.0
+    result = dequantise(quantise(x, side(text)), side(text))
+    assert result[:, :4].isnan().all()
+    assert (result[:, 4] == 0).all()
+    error = (result - x)[:, 4:].abs().amax(0)
+    assert (error <= largest_error(side(text), x[:, 4:].T)).all()
 
 
 @pytest.mark.parametrize("text", ALIKE)
