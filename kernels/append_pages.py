@@ -1,7 +1,7 @@
 """Write tokens' keys and values into their pages, in the pages' format (see `quantise`).
 
 Shapes: keys, values [T, Hk, D]; pages, slots [T]; of K and of V, payload [num_pages, Hk, B, D] (of int4 D / 2 bytes),
-scales and zeros [num_pages, Hk, B] fp16.
+scales and zeros [num_pages, Hk, B] fp16. Formats with tails are written by `tails`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pageferry.core.formats import Element, PageFormat, TensorFormat
+from pageferry.core.formats import Element, TensorFormat
+from pageferry.core.layout import CacheLayout
 from pageferry.kernels import cpu_library
 from pageferry.kernels.cpu_library import CpuKernels, address, byref
 from pageferry.kernels.quantise import Stored, dequantise, quantise
@@ -20,9 +21,10 @@ _COMPILED = {TensorFormat(Element.FP32): 0, TensorFormat(Element.BF16): 1, Tenso
 HEAD_DIM_MULTIPLE = 16  # of what the compiled kernels take
 
 
-def is_compiled(page_format: PageFormat) -> bool:
-    """Whether the compiled kernels know pages of this format."""
-    return page_format.k == page_format.v and page_format.k in _COMPILED
+def is_compiled(layout: CacheLayout) -> bool:
+    """Whether the compiled kernels know pages of this layout."""
+    k, v = layout.format.k, layout.format.v
+    return k == v and k in _COMPILED and len(layout.groups) == 1 and not layout.groups[0].sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,14 @@ class SidePages:
     def read(self) -> Tensor:
         """[num_pages, Hk, B, D] fp32: all that is stored."""
         return dequantise(Stored(self.payload, self.scales, self.zeros), self.format)
+
+    def store(self, pages: Tensor, stored: Stored) -> None:
+        """Overwrite the whole of `pages` [n]."""
+        self.payload[pages] = stored.elements
+        if self.scales is not None:
+            self.scales[pages] = stored.scales
+        if self.zeros is not None:
+            self.zeros[pages] = stored.zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,7 @@ def rotate_append(
     Turned and stored bytes are those of `rotary` and `append_pages`, but for a norm's last bits.
     """
     num_heads = qkv.shape[1] - 2 * layer.keys.payload.shape[1]
-    structs = (byref(rotary.struct()), byref(layer.struct()), byref(sequences.struct()))
+    structs = (byref(rotary.struct()), byref(layer.struct()), byref(sequences.struct(layer.group)))
     kernels.call("append", address(qkv), *structs, num_heads)
 
 

@@ -1,14 +1,12 @@
 """Attention of a flat batch over paged keys and values, as the pages store them.
 
 out[t] = softmax(q[t] Kᵀ · scale + mask) V over the positions that token t sees: p ≤ position[t], and with a window W
-p > position[t] - W. Query head h reads KV head h // (H / Hk). Softmax in fp32.
-Shapes: query [T, H, D] fp32; out the same; pages as in append_pages, which has stored the batch's own tokens already.
+and S sinks p > position[t] - W or p < S. Query head h reads KV head h // (H / Hk). Softmax in fp32.
+Shapes: query [T, H, D] fp32; out the same; pages as in append_pages, which has stored the batch's own tokens already;
+where the format has tails, the tokens of open pages are read in fp16 (see `tails`).
 
 Compiled, a row's bits depend on its position and the pages alone: not on its batch, its chunk, or the threads.
-
-For torch, a batch is a list of segments: sequences that have equally many rows, padded to equally many pages. One
-decode step's sequences make few segments, a prefill chunk is one of its own. Query heads are folded into rows, so that
-each KV head's pages are read once.
+Torch computes it segment by segment (see `segment`), query heads folded into rows.
 """
 
 from dataclasses import dataclass
@@ -17,35 +15,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pageferry.core.formats import Element, PageFormat, TensorFormat
 from pageferry.kernels import cpu_library
-from pageferry.kernels.append_pages import LayerPages, SidePages
+from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.cpu_library import CpuKernels, byref
-from pageferry.kernels.quantise import numbers
+from pageferry.kernels.quantise import dequantise, quantise
+from pageferry.kernels.segment import Gathered, Segment, gather
 from pageferry.kernels.sequences import Sequences
+from pageferry.kernels.tails import OpenTokens
 
 # Scores of a bf16 chunk that are held at once: 8 MB, more is computed one KV head after the other.
 _MAX_SCORES = 1 << 22
 _ROW_STEP = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """S sequences of R rows and n pages each; a shorter one is padded with pages of its own, which `mask` hides."""
-
-    rows: Tensor  # [S * R] of the batch, ascending: sequence after sequence
-    pages: Tensor  # [S * n]
-    num_seqs: int
-    mask: Tensor  # [S, R, n * B] fp32: 0 where visible, else -inf
-    masked_from: int  # the first of the n * B columns that is hidden from any row
-    unused: tuple[Tensor, Tensor]  # (page of the segment, slot) pairs of all slots that hold no token yet
-
-    @property
-    def num_rows(self) -> int:
-        return self.mask.shape[1]
-
-
 def paged_attention(
-    query: Tensor, layer: LayerPages, segments: list[Segment], scale: float, *, dtype: torch.dtype = torch.float32
+    query: Tensor,
+    layer: LayerPages,
+    segments: list[Segment],
+    scale: float,
+    *,
+    open_tokens: OpenTokens | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The query is fp32; several rows of a sequence are multiplied in `dtype`, single rows always in fp32."""
     query = query * scale
@@ -53,48 +44,51 @@ def paged_attention(
     for segment in segments:
         whole = len(segment.rows) == len(query)
         rows = query if whole else query.index_select(0, segment.rows)
-        if segment.num_rows == 1:
-            result = _attend_single(rows, layer, segment)
-        else:
-            result = _attend_chunk(rows.to(dtype), layer, segment).float()
+        is_single = segment.num_rows == 1
+        sides = gather(layer, segment, open_tokens, torch.float32 if is_single else dtype)
+        result = _attend_single(rows, *sides, segment) if is_single else _attend_chunk(rows.to(dtype), *sides, segment)
         if whole:
             return result
         out.index_copy_(0, segment.rows, result)
     return out
 
 
-def _attend_single(query: Tensor, layer: LayerPages, segment: Segment) -> Tensor:
+def _attend_single(query: Tensor, keys: Gathered, values: Gathered, segment: Segment) -> Tensor:
     """One row a sequence: elements are multiplied as they are; scales and zero points go onto scores and weights."""
     num_seqs, (num_rows, num_heads, dim) = segment.num_seqs, query.shape
-    keys = _gather(layer.keys, segment, torch.float32)
-    num_kv_heads = keys.numbers.shape[1]
+    num_kv_heads, num_stored = keys.numbers.shape[1:3]
     folded = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, dim)
     scores = torch.matmul(folded, keys.numbers.transpose(-1, -2))  # [S, Hk, G, n * B]
     if keys.scales is not None:
         scores.mul_(keys.scales.unsqueeze(2))
     if keys.zeros is not None:
         scores.add_(folded.sum(-1, keepdim=True) * keys.zeros.unsqueeze(2))
+    if keys.open is not None:
+        scores = torch.cat((scores, torch.matmul(folded, keys.open.transpose(-1, -2))), dim=-1)
     weights = torch.softmax(scores.add_(segment.mask.unsqueeze(1)), dim=-1)
-    values = _gather(layer.values, segment, torch.float32)
-    offset = None if values.zeros is None else torch.matmul(weights, values.zeros.unsqueeze(-1))
+    stored, opened = weights[..., :num_stored], weights[..., num_stored:]
+    offset = None if values.zeros is None else torch.matmul(stored, values.zeros.unsqueeze(-1))
     if values.scales is not None:
-        weights.mul_(values.scales.unsqueeze(2))
-    out = torch.matmul(weights, values.numbers)
-    return (out if offset is None else out.add_(offset)).view(num_rows, num_heads, dim)
+        stored.mul_(values.scales.unsqueeze(2))
+    out = torch.matmul(stored, values.numbers)
+    if offset is not None:
+        out.add_(offset)
+    if values.open is not None:
+        out.add_(torch.matmul(opened, values.open))
+    return out.view(num_rows, num_heads, dim)
 
 
-def _attend_chunk(query: Tensor, layer: LayerPages, segment: Segment) -> Tensor:
+def _attend_chunk(query: Tensor, keys: Gathered, values: Gathered, segment: Segment) -> Tensor:
     """Many rows of one sequence: the pages are dequantised once."""
-    keys = _gather(layer.keys, segment, query.dtype).dequantised()  # [Hk, n * B, D]
-    values = _gather(layer.values, segment, query.dtype).dequantised()
+    all_keys, all_values = keys.dequantised(), values.dequantised()  # [Hk, n * B + m, D]
     heads = query.transpose(0, 1)  # [H, R, D]
     if query.dtype == torch.bfloat16:
-        out = _attend_bf16(heads, keys, values, segment)
+        out = _attend_bf16(heads, all_keys, all_values, segment)
     else:
         out = functional.scaled_dot_product_attention(
-            heads[None], keys[None], values[None], segment.mask[None], scale=1.0, enable_gqa=True
+            heads[None], all_keys[None], all_values[None], segment.mask[None], scale=1.0, enable_gqa=True
         )[0]
-    return out.transpose(0, 1)
+    return out.transpose(0, 1).float()
 
 
 def _attend_bf16(heads: Tensor, keys: Tensor, values: Tensor, segment: Segment) -> Tensor:
@@ -127,49 +121,8 @@ def _padded_slots(num_slots: int) -> int:
     return -(-num_slots // step) * step
 
 
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """A segment's keys or values; slots without a token read as 0. Scales and zero points are fp32."""
-
-    numbers: Tensor  # [S, Hk, n * B, D] of the dtype that was asked for
-    scales: Tensor | None  # [S, Hk, n * B]
-    zeros: Tensor | None  # [S, Hk, n * B]
-
-    def dequantised(self) -> Tensor:
-        """[Hk, n * B, D] of a segment of one sequence; overwrites the numbers."""
-        numbers = self.numbers[0]
-        if self.scales is None:
-            return numbers
-        scales = self.scales[0].unsqueeze(-1)
-        if self.zeros is None:
-            return numbers.mul_(scales.to(numbers.dtype))
-        # A zero point takes most of a large product away again: rounding before that would cost what quantising did.
-        return torch.addcmul(self.zeros[0].unsqueeze(-1), numbers.float(), scales).to(numbers.dtype)
-
-
-def _gather(side: SidePages, segment: Segment, dtype: torch.dtype) -> _Gathered:
-    raw = side.payload.index_select(0, segment.pages)
-    _, num_kv_heads, page_size, width = raw.shape
-    num_seqs, num_slots = segment.num_seqs, segment.mask.shape[2]
-    page, slot = segment.unused
-    if not side.format.element.is_scaled:  # what was left there may be NaN
-        raw[page, :, slot] = 0
-    ordered = raw.view(num_seqs, -1, num_kv_heads, page_size, width).transpose(1, 2)
-    decoded = numbers(ordered, side.format, dtype).reshape(num_seqs, num_kv_heads, num_slots, -1)
-    factors: list[Tensor | None] = []
-    for stored in (side.scales, side.zeros):
-        if stored is None:
-            factors.append(None)
-            continue
-        raw = stored.index_select(0, segment.pages)
-        raw[page, :, slot] = 0
-        ordered = raw.view(num_seqs, -1, num_kv_heads, page_size).transpose(1, 2)
-        factors.append(ordered.float().reshape(num_seqs, num_kv_heads, num_slots))
-    return _Gathered(decoded, *factors)
-
-
 def compiled_attention(
-    kernels: CpuKernels, query: Tensor, layer: LayerPages, sequences: Sequences, scale: float, window: int | None = None
+    kernels: CpuKernels, query: Tensor, layer: LayerPages, sequences: Sequences, scale: float
 ) -> Tensor:
     """`query` [T, H, D] fp32 may be a slice of wider rows; D is a multiple of 16. The result is contiguous."""
     assert query.dtype == torch.float32
@@ -180,34 +133,48 @@ def compiled_attention(
         out=out.data_ptr(),
         query_stride=query.stride(0),
         num_heads=query.shape[1],
-        window=window or 0,
+        window=layer.window or 0,
         scale=scale,
     )
-    structs = (byref(attention), byref(layer.struct()), byref(sequences.struct()))
+    structs = (byref(attention), byref(layer.struct()), byref(sequences.struct(layer.group)))
     kernels.call_in_workspace("attention", structs)
     return out
 
 
-def paged_attention_ref(
-    query: Tensor,
-    layer: LayerPages,
-    page_table: list[int],
-    positions: list[int],
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """One sequence, one row and one head after the other; `positions` are the rows'."""
-    _, num_kv_heads, page_size, _ = layer.keys.payload.shape
-    group = query.shape[1] // num_kv_heads
-    stored = torch.stack((layer.keys.read(), layer.values.read()), dim=1)
+@dataclass(frozen=True, slots=True)
+class History:
+    """All tokens of a sequence, as they were before any page was written, and what becomes of them there."""
+
+    keys: Tensor  # [tokens, Hk, D] fp32
+    values: Tensor
+    format: PageFormat
+    page_size: int
+    window: int | None = None
+    sinks: int = 0
+
+    def read(self, position: int) -> tuple[Tensor, Tensor]:
+        """[seen, Hk, D] fp32 each: keys and values that a query at `position` sees, as it reads them."""
+        kept = [t for t in range(position + 1) if self.window is None or t > position - self.window or t < self.sinks]
+        keys, values = self.keys[: position + 1], self.values[: position + 1]
+        return self._read(keys, self.format.k)[kept], self._read(values, self.format.v)[kept]
+
+    def _read(self, x: Tensor, side: TensorFormat) -> Tensor:
+        if not self.format.has_tails:
+            return dequantise(quantise(x.float(), side), side)
+        rounded = quantise(x.float(), TensorFormat(Element.FP16)).elements.float()
+        num_pages = len(x) // self.page_size
+        pages = rounded[: num_pages * self.page_size].view(num_pages, self.page_size, *x.shape[1:]).transpose(1, 2)
+        stored = dequantise(quantise(pages, side), side).transpose(1, 2).reshape(-1, *x.shape[1:])
+        return torch.cat((stored, rounded[len(stored) :]))
+
+
+def paged_attention_ref(query: Tensor, history: History, positions: list[int], scale: float) -> Tensor:
+    """One sequence, one row and one head after the other; `positions` are the rows'. Knows no pools, tails, chunks."""
+    group = query.shape[1] // history.keys.shape[1]
     out = torch.empty(query.shape, dtype=torch.float32)
     for row, position in enumerate(positions):
-        first = 0 if window is None else max(0, position - window + 1)
-        seen = [(page_table[p // page_size], p % page_size) for p in range(first, position + 1)]
+        keys, values = history.read(position)
         for head in range(query.shape[1]):
-            keys, values = (
-                torch.stack([stored[page, kv, head // group, slot] for page, slot in seen]) for kv in (0, 1)
-            )
-            weights = torch.softmax(keys @ query[row, head].float() * scale, dim=0)
-            out[row, head] = weights @ values
+            weights = torch.softmax(keys[:, head // group] @ query[row, head].float() * scale, dim=0)
+            out[row, head] = weights @ values[:, head // group]
     return out

@@ -26,7 +26,9 @@ class Sequences:
     tables: tuple[PageTables, ...]  # of each cache group
     tails: Tensor | None = None  # [S], where the page format has tails
 
-    def struct(self, group: int = 0, token_ids: Tensor | None = None, sampled_rows: Tensor | None = None) -> cpu_library.Batch:
+    def struct(
+        self, group: int = 0, token_ids: Tensor | None = None, sampled_rows: Tensor | None = None
+    ) -> cpu_library.Batch:
         """Points into the tensors, which must outlive it."""
         return cpu_library.Batch(
             token_ids=address(token_ids, torch.int32),
