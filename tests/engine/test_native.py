@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from compiled import kernels, needs_library
-from engines import Generation, load, logits_of, runner_of, sequence
+from engines import Generation, content, load, logits_of, places, runner_of, sequence
 from gguf_writer import write_gguf
 from tiny_gguf import METADATA, gguf_tensors
 from tiny_model import VOCAB_SIZE, TinyShape, write_tiny_model
@@ -80,11 +80,11 @@ def test_bits_do_not_depend_on_chunks_company_or_threads(tiny_gguf: Path, page_f
     engine, other = native(tiny_gguf, page_format), native(tiny_gguf, page_format, threads=2)
     target = sequence(TOKENS, 3, 19)
     whole = logits_of(engine, target, [300])
-    pages = content(engine, target.pages)
+    pages = content(engine, target)
     chunkings: list[Iterable[int]] = [[300], [1, 48, 49, 50, 180, 300], range(1, 301)]
     for ends in chunkings:
         assert torch.equal(logits_of(other, target, ends), whole)
-        assert content(other, target.pages) == pages
+        assert content(other, target) == pages
     mates = [sequence(TOKENS[start:], 22 + 10 * start, 10) for start in (1, 2)]
     together = (
         Chunk(mates[0], 0, 77, samples=True),
@@ -96,19 +96,17 @@ def test_bits_do_not_depend_on_chunks_company_or_threads(tiny_gguf: Path, page_f
     assert torch.equal(logits[1], whole[299])
 
 
-def content(engine: Engine, pages: Iterable[int]) -> bytes:
-    return b"".join(engine.pages.read(page, 0, engine.layout.num_layers) for page in pages)  # type: ignore[arg-type]
-
-
 @needs_library
 def test_a_sequence_whose_pages_went_bad_fails_alone(tiny_gguf: Path) -> None:
     engine = native(tiny_gguf)
     targets = [sequence(TOKENS[: 20 + row], 4 * row, 4) for row in range(3)]
     chunks = tuple(Chunk(target, 0, len(target.token_ids), samples=True) for target in targets)
-    before = engine.runner.run(Plan(chunks, fresh=tuple(page for target in targets for page in target.pages))).samples
+    before = engine.runner.run(
+        Plan(chunks, fresh=tuple(place for target in targets for place in places(target)))
+    ).samples
     scales = engine.pages.layers[1].keys.scales
     assert scales is not None
-    scales[targets[1].pages[0]] = float("nan")
+    scales[targets[1].tables[0][0]] = float("nan")
     again = tuple(Chunk(target, len(target.token_ids) - 1, 1, samples=True) for target in targets)
     after = engine.runner.run(Plan(again)).samples
     assert isinstance(after[1], SampleFailure)

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import GREEDY, Generation, load, runner_of, sequence
-from page_pools import spoil
+from engines import GREEDY, Generation, content, load, places, runner_of, sequence
+from page_pools import layout, spoil
 from safetensors.torch import load_file, save_file
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
+from pageferry.core.formats import PageFormat
+from pageferry.core.groups import CacheGroup
+from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.plan import Chunk, Plan, SampledToken, SampleFailure, StepResult
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams
@@ -24,7 +27,7 @@ from pageferry.engine.load import Engine, load_engine
 from pageferry.engine.model import Model
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.runner import TorchRunner
-from pageferry.kernels.paged_attention import Segment
+from pageferry.kernels.segment import Segment
 
 LENGTHS = (5, 16, 17, 40, 3)
 
@@ -85,9 +88,9 @@ def test_prefill_and_decode_share_a_batch(tiny_model: Path) -> None:
     engine = load(tiny_model)
     expected = generate(engine, [0, 3], num_steps=1)
     decoding, prompt = four_pages(0), four_pages(3)
-    first = engine.runner.run(Plan((Chunk(decoding, 0, 5, samples=True),), fresh=tuple(decoding.pages)))
+    first = engine.runner.run(Plan((Chunk(decoding, 0, 5, samples=True),), fresh=places(decoding)))
     decoding.append(_token(first.samples[0]))
-    start = Plan((Chunk(prompt, 0, 30, samples=False),), fresh=tuple(prompt.pages))
+    start = Plan((Chunk(prompt, 0, 30, samples=False),), fresh=places(prompt))
     assert engine.runner.run(start).samples == ()
     both = engine.runner.run(Plan((Chunk(prompt, 30, 10, samples=True), Chunk(decoding, 5, 1, samples=True))))
     assert [_token(sample) for sample in both.samples] == [expected[1][0], expected[0][1]]
@@ -98,10 +101,10 @@ def test_a_copied_page_continues_like_its_source(tiny_model: Path) -> None:
     engine = load(tiny_model)
     expected = generate(engine, [2], num_steps=3)[0]
     target = four_pages(2)
-    engine.runner.run(Plan((Chunk(target, 0, 17, samples=True),), fresh=tuple(target.pages)))
+    engine.runner.run(Plan((Chunk(target, 0, 17, samples=True),), fresh=places(target)))
     target.append(expected[0])
-    source, new = target.pages[1], PageId(60)
-    target.pages[1] = new
+    source, new = Place(0, target.tables[0][1]), Place(0, PageId(60))
+    target.tables[0][1] = new.page
     result = engine.runner.run(Plan((Chunk(target, 17, 1, samples=True),), copies=((source, new),)))
     assert _token(result.samples[0]) == expected[1]
 
@@ -113,7 +116,7 @@ def test_a_sequence_whose_pages_went_bad_fails_alone(tiny_model: Path, page_form
     generation = Generation(engine, [four_pages(row) for row in range(4)])
     generation.prefill()
     generation.decode(2)
-    spoil(engine.pages.layers[1], generation.sequences[1].pages[0])
+    spoil(engine.pages.layers[1], generation.sequences[1].tables[0][0])
     generation.decode(1)
     assert isinstance(generation.results[-1][1], SampleFailure)
     del generation.sequences[1]
@@ -162,8 +165,7 @@ def digest(model: str, page_format: str, compute_dtype: str = "fp32") -> str:
     generation = Generation(engine, [sequence([(7 * index) % 300 for index in range(200)], 3, 14)])
     generation.prefill(chunk_tokens=48)
     generation.decode(10)
-    pages = [engine.pages.read(page, 0, engine.layout.num_layers) for page in generation.sequences[0].pages]
-    return hashlib.sha256(b"".join(pages)).hexdigest()
+    return hashlib.sha256(content(engine, generation.sequences[0])).hexdigest()
 
 
 @pytest.mark.parametrize(("page_format", "compute_dtype"), [("fp32", "fp32"), ("int8", "fp32"), ("int8", "bf16")])
@@ -184,7 +186,7 @@ def test_pages_are_equal_in_every_process(tiny_model: Path) -> None:
 def test_blank_slots_stay_blank(tiny_model: Path) -> None:
     """What a page holds beyond its tokens is zero with scale 1, also where the pool was dirty."""
     engine = load(tiny_model, "k=int8,v=int4:asym")
-    engine.pages.layers[0].keys.payload.untyped_storage().fill_(0xFF)
+    engine.pages.pools[0].memory.fill_(0xFF)
     generate(engine, [0], num_steps=0)
     for layer in engine.pages.layers:
         for side in (layer.keys, layer.values):
@@ -208,11 +210,11 @@ def test_warm_up_fits_every_pool(tiny_model: Path, num_pages: int) -> None:
 
 
 def test_grouping_pads_little_and_covers_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pageferry.engine.batch.MAX_GATHERED", 64 * 16 * 8)
+    monkeypatch.setattr("pageferry.engine.segments.MAX_GATHERED", 64 * 16 * 8)
     lengths = [1, 1000, 17, 900, 16, 500, 31, 480]
     sequences = [sequence([0] * length, 0, -(-length // 16)) for length in lengths]
     chunks = tuple(Chunk(target, len(target.token_ids) - 1, 1, samples=True) for target in sequences)
-    segments = segments_of(BatchBuilder(16, None, 8), chunks)
+    segments = segments_of(layout(PageFormat.parse("fp32"), heads=1, dim=4), chunks)
     assert sorted(row for segment in segments for row in segment.rows.tolist()) == list(range(8))
     for segment in segments:
         members = [-(-lengths[row] // 16) for row in segment.rows.tolist()]
@@ -223,16 +225,16 @@ def test_grouping_pads_little_and_covers_every_row(monkeypatch: pytest.MonkeyPat
 
 def test_a_window_reads_only_the_pages_within_it() -> None:
     target = sequence([0] * 1000, 100, 63)
-    (segment,) = segments_of(BatchBuilder(16, 20, 8), (Chunk(target, 999, 1, samples=True),))
-    assert segment.pages.tolist() == [161, 162]
-    visible = (segment.mask[0, 0] == 0).nonzero().flatten() + 61 * 16
-    assert visible.tolist() == list(range(980, 1000))
+    window = layout(PageFormat.parse("fp32"), groups=(CacheGroup((0,), 20, sinks=3),))
+    (segment,) = segments_of(window, (Chunk(target, 999, 1, samples=True),))
+    assert segment.pages.tolist() == [100, 161, 162]
+    visible = (segment.mask[0, 0] == 0).nonzero().flatten()
+    assert visible.tolist() == [0, 1, 2, *range(980 - 960, 1000 - 960)]
 
 
-def segments_of(builder: BatchBuilder, chunks: tuple[Chunk, ...]) -> list[Segment]:
-    places = builder.build(chunks).places
-    assert places is not None
-    return places.segments
+def segments_of(of: CacheLayout, chunks: tuple[Chunk, ...]) -> list[Segment]:
+    (in_group,) = BatchBuilder(of).build(chunks).places
+    return in_group.segments
 
 
 def _token(sample: SampledToken | SampleFailure) -> int:
@@ -257,8 +259,8 @@ def test_activations_that_are_not_numbers_fail_their_sequence_alone(
     prompts = ([5, 6, 7], [5, 319, 7], [9, 8])
     targets = [sequence(ids, 4 * row, 4) for row, ids in enumerate(prompts)]
     chunks = tuple(Chunk(target, 0, len(target.token_ids), samples=True) for target in targets)
-    fresh = tuple(page for target in targets for page in target.pages)
+    fresh = tuple(place for target in targets for place in places(target))
     samples = engine.runner.run(Plan(chunks, fresh=fresh)).samples
     assert [isinstance(sample, SampleFailure) for sample in samples] == [False, True, False]
     for row in (0, 2):
-        assert engine.runner.run(Plan((chunks[row],), fresh=tuple(targets[row].pages))).samples == (samples[row],)
+        assert engine.runner.run(Plan((chunks[row],), fresh=places(targets[row]))).samples == (samples[row],)

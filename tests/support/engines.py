@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
+from pageferry.core.layout import PageKey, Place
 from pageferry.core.plan import Chunk, Plan, SampledToken
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.core.sequence import Sequence, WorkItem
+from pageferry.core.sequence import NO_PAGE, Sequence, WorkItem
 from pageferry.engine.load import Engine, load_engine
 from pageferry.engine.runner import TorchRunner
 
@@ -25,6 +26,8 @@ def load(
     compute_dtype: str = "fp32",
     kernels: str = "auto",
     threads: int = 1,
+    page_size: int = 16,
+    cache_layers: str = "",
 ) -> Engine:
     config = EngineConfig(
         model=str(model),
@@ -33,6 +36,8 @@ def load(
         threads=threads,
         compute_dtype=compute_dtype,
         kernels=kernels,
+        page_size=page_size,
+        cache_layers=cache_layers,
     )
     return load_engine(config, SchedulerConfig(), progress=lambda _: None)
 
@@ -50,22 +55,66 @@ def sequence(
     sampling: SamplingParams = GREEDY,
     stop: StopParams | None = None,
 ) -> Sequence:
+    """On pages of its own, as many in the engine's one group; its tail has its first page's number."""
     work = WorkItem("tested", tuple(token_ids), sampling, stop or StopParams(max_tokens=1000))
-    return Sequence(work, 0.0, pages=[PageId(first_page + page) for page in range(num_pages)])
+    pages = [PageId(first_page + page) for page in range(num_pages)]
+    return Sequence(work, 0.0, tables=[pages], tail=PageId(first_page))
+
+
+def places(target: Sequence) -> tuple[Place, ...]:
+    """All pages that it holds."""
+    pairs = ((group, page) for group, table in enumerate(target.tables) for page in table)
+    return tuple(Place(group, page) for group, page in pairs if page != NO_PAGE)
+
+
+def content(engine: Engine, target: Sequence) -> bytes:
+    """Of its pages, without the tail."""
+    layouts, keys = engine.layout.pages, places(target)
+    return b"".join(
+        engine.pages.read(PageKey(place.group, 0), place, 0, layouts[place.group].num_layers) for place in keys
+    )
 
 
 def logits_of(engine: Engine, target: Sequence, ends: Iterable[int]) -> torch.Tensor:
     """Logits [tokens, vocab] of the sequence's tokens, computed in chunks that end where `ends` says."""
-    runner, parts = runner_of(engine), []
-    runner.pages.blank(target.pages)
-    start = 0
-    with torch.inference_mode():
-        for end in ends:
-            batch = runner.builder.build((Chunk(target, start, end - start, samples=True),))
-            every_row = torch.arange(end - start, dtype=torch.int32)
-            parts.append(runner.model.forward(replace(batch, sampled_rows=every_row), runner.pages).clone())
-            start = end
+    engine.pages.blank(places(target))
+    parts, start = [], 0
+    for end in ends:
+        parts.append(_every_row(engine, Chunk(target, start, end - start, samples=True)))
+        start = end
     return torch.cat(parts)
+
+
+def windowed_logits_of(engine: Engine, token_ids: Iterable[int], ends: Iterable[int]) -> torch.Tensor:
+    """As `logits_of`, but each chunk holds the pages that it needs and no other; all else is poison."""
+    target = sequence(token_ids, 0, 0)
+    target.tables = [[NO_PAGE] * engine.layout.num_pages(len(target.token_ids)) for _ in engine.layout.groups]
+    free = [[PageId(page) for page in range(num)] for num in engine.num_pages]
+    for pool in (*engine.pages.pools, *engine.pages.tails):
+        pool.memory.fill_(0xFF)
+    parts, start = [], 0
+    for end in ends:
+        for group, table in enumerate(target.tables):
+            needed = set(engine.layout.groups[group].live_pages(start, end, engine.layout.page_size))
+            for index, page in enumerate(table):
+                if index in needed and page == NO_PAGE:
+                    table[index] = free[group].pop()
+                    engine.pages.blank([Place(group, table[index])])
+                elif index not in needed and page != NO_PAGE:
+                    engine.pages.pools[group].memory[page] = 0xFF
+                    free[group].append(page)
+                    table[index] = NO_PAGE
+        parts.append(_every_row(engine, Chunk(target, start, end - start, samples=True)))
+        start = end
+    return torch.cat(parts)
+
+
+def _every_row(engine: Engine, chunk: Chunk) -> torch.Tensor:
+    runner = runner_of(engine)
+    with torch.inference_mode():
+        batch = runner.builder.build((chunk,))
+        rows = torch.arange(chunk.num_tokens, dtype=torch.int32)
+        return runner.model.forward(replace(batch, sampled_rows=rows), runner.pages).clone()
 
 
 def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -83,7 +132,7 @@ class Generation:
 
     def prefill(self, *, chunk_tokens: int = 1000) -> None:
         for target in self.sequences:
-            self.engine.runner.run(Plan((), fresh=tuple(target.pages)))
+            self.engine.runner.run(Plan((), fresh=places(target)))
             while target.num_computed < len(target.token_ids):
                 end = min(len(target.token_ids), target.num_computed + chunk_tokens)
                 samples = end == len(target.token_ids)

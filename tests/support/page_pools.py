@@ -3,7 +3,8 @@
 import torch
 
 from pageferry.core.formats import Element, PageFormat, TensorFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup, full_group
+from pageferry.core.layout import CacheLayout
 from pageferry.engine.pages import PageTensors
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.quantise import largest
@@ -12,13 +13,34 @@ from pageferry.kernels.quantise import largest
 POISON = 0xFF
 ALIKE = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym")
 APART = ("k=int8,v=int4:asym", "k=int4:asym,v=bf16", "k=fp32,v=fp8_e4m3")
-FORMATS = tuple(PageFormat.parse(text) for text in (*ALIKE, *APART))
+TAILED = (
+    "int8:channel",
+    "int8:channel:asym",
+    "int4:channel",
+    "int4:channel:asym",
+    "fp8_e4m3:channel",
+    "k=int8:channel,v=int4",
+    "k=int4:channel:asym,v=bf16",
+    "k=fp16,v=int8:channel",
+    "k=fp32,v=fp8_e4m3:channel",
+)
+FORMATS = tuple(PageFormat.parse(text) for text in (*ALIKE, *APART))  # without tails
+TAIL_FORMATS = tuple(PageFormat.parse(text) for text in TAILED)
 # Half a step of 24, 8, 11 and 4 bits of mantissa.
 _HALF_STEPS = {Element.FP32: 0.0, Element.BF16: 2**-8, Element.FP16: 2**-11, Element.FP8_E4M3: 2**-4}
 
 
-def layout(page_format: PageFormat, *, num_layers: int = 2, heads: int = 2, dim: int = 8) -> PageLayout:
-    return PageLayout("tested", page_format, 16, num_layers, heads, dim)
+def layout(
+    page_format: PageFormat,
+    *,
+    num_layers: int = 2,
+    heads: int = 2,
+    dim: int = 8,
+    page_size: int = 16,
+    groups: tuple[CacheGroup, ...] = (),
+) -> CacheLayout:
+    """Of one full group unless others are given."""
+    return CacheLayout("tested", page_format, page_size, heads, dim, groups or (full_group(num_layers),))
 
 
 def largest_error(side: TensorFormat, x: torch.Tensor) -> torch.Tensor:
@@ -36,9 +58,11 @@ def largest_error(side: TensorFormat, x: torch.Tensor) -> torch.Tensor:
     return spread * (half_step * (1 + 2**-11) + 2**-11) + largest(side) * 2**-25 + zero_error
 
 
-def poisoned(of: PageLayout, num_pages: int) -> PageTensors:
-    pages = PageTensors(of, num_pages)
-    pages.layers[0].keys.payload.untyped_storage().fill_(POISON)
+def poisoned(of: CacheLayout, num_pages: int, num_tails: int = 8) -> PageTensors:
+    """As many pages in each group."""
+    pages = PageTensors(of, [num_pages] * len(of.groups), num_tails)
+    for pool in (*pages.pools, *pages.tails):
+        pool.memory.fill_(POISON)
     return pages
 
 

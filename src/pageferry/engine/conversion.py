@@ -6,45 +6,52 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pageferry.core.layout import PageLayout, PageSource
-from pageferry.core.pool import PageId
+from pageferry.core.formats import TensorFormat
+from pageferry.core.layout import TAIL_FORMAT, CacheLayout, PageKey, PageSource, Place
 from pageferry.kernels.append_pages import LayerPages
-from pageferry.kernels.quantise import quantise
+from pageferry.kernels.quantise import Stored, quantise
 
 
 class FloatPages(Protocol):
-    """A pool whose pages hold plain numbers."""
+    """Pools whose pages hold plain numbers."""
 
-    layout: PageLayout
-    layers: tuple[LayerPages, ...]
+    layout: CacheLayout
+    layers: tuple[LayerPages, ...]  # of the model
 
 
 class ConvertedPages:
-    """A `PageSource` over another pool's pages; its `layout` is the one converted to.
+    """A `PageSource` over other pools' pages; its `layout` is the one converted to.
 
     `read` may be called from any thread, for pages that it holds. It takes one side of one layer at a time, which is
     too little work for torch to wake its other threads.
     """
 
-    def __init__(self, pages: FloatPages, layout: PageLayout) -> None:
+    def __init__(self, pages: FloatPages, layout: CacheLayout) -> None:
         assert pages.layout.ships_to(layout), "what is quantised is not converted"
         self.layout = layout
         self._pages = pages
 
-    def read(self, page: PageId, first_layer: int, num_layers: int) -> bytes:
-        """The layer range's bytes: payload, then scales, then zero points."""
-        formats = (self.layout.format.k, self.layout.format.v)
+    def read(self, key: PageKey, place: Place, first_layer: int, num_layers: int) -> bytes:
+        """The layer range's bytes as those of page `key`: payload, then scales, then zero points."""
+        self.layout.of(key)
+        target = TAIL_FORMAT if key.is_tail else self.layout.format
+        layers = self.layout.groups[place.group].layers[first_layer : first_layer + num_layers]
         stored = [
-            quantise(side.payload[page].float(), target)
-            for layer in self._pages.layers[first_layer : first_layer + num_layers]
-            for side, target in zip((layer.keys, layer.values), formats, strict=True)
+            self._quantise(side.payload[place.page].float(), format_)
+            for layer in (self._pages.layers[number] for number in layers)
+            for side, format_ in ((layer.keys, target.k), (layer.values, target.v))
         ]
         elements = _bytes(part.elements for part in stored)
         scales = _bytes(part.scales for part in stored if part.scales is not None)
         return elements + scales + _bytes(part.zeros for part in stored if part.zeros is not None)
 
-    def converted(self, layout: PageLayout) -> PageSource:
+    def converted(self, layout: CacheLayout) -> PageSource:
         return ConvertedPages(self._pages, layout)
+
+    def _quantise(self, x: Tensor, format_: TensorFormat) -> Stored:
+        if self.layout.format.has_tails:
+            x = quantise(x, TAIL_FORMAT.k).elements.float()
+        return quantise(x, format_)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> bytes:

@@ -11,7 +11,8 @@ import torch
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, invalid
 from pageferry.core.formats import PageFormat
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import groups_text, parse_groups
+from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
 from pageferry.core.plan import Runner
@@ -19,7 +20,7 @@ from pageferry.engine.batch import BatchBuilder
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
 from pageferry.engine.hf_tensors import HfTensors
-from pageferry.engine.memory import plan_memory, unpacked_bytes
+from pageferry.engine.memory import MemoryPlan, context_limit, plan_memory, unpacked_bytes
 from pageferry.engine.model import Model
 from pageferry.engine.native import NativeModel
 from pageferry.engine.outliers import key_warning
@@ -39,10 +40,11 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded model with its pool; `model_config.max_positions` is the limit in force, at most the model's."""
+    """A loaded model with its pools; `model_config.max_positions` is the limit in force, at most the model's."""
 
-    layout: PageLayout
-    num_pages: int
+    layout: CacheLayout
+    num_pages: tuple[int, ...]  # of each cache group
+    num_tails: int
     runner: Runner
     model_config: ModelConfig
     pages: PageTensors
@@ -50,9 +52,8 @@ class Engine:
     scheduler: SchedulerConfig
 
     def warm_up(self) -> None:
-        """Run representative steps, so that no request pays for a first use; writes to the pool's first pages."""
-        limits = (self.layout.page_size, self.num_pages, self.model_config.max_positions)
-        for plan in warm_up_plans(self.scheduler, *limits):
+        """Run representative steps, so that no request pays for a first use; writes to the pools' first pages."""
+        for plan in warm_up_plans(self.scheduler, self.layout, self.num_pages, self.model_config.max_positions):
             self.runner.run(plan)
 
 
@@ -69,7 +70,7 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
     model_config = load_config_of(files)
     with _naming(files), closing(_open(files, model_config)) as tensors:
         check_shapes(expected_shapes(model_config), tensors.shapes)
-        layout = _layout(model_config, config, fingerprint(model_config, tensors, config.page_size))
+        layout = _layout(model_config, config, fingerprint(model_config, tensors))
         limited = replace(model_config, max_positions=_max_positions(model_config, config))
         kernels = _kernels(config, layout)
         quantised = _quantised(tensors, config, kernels)
@@ -78,21 +79,20 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
         if warning := key_warning(limited, tensors, layout.format.k):
             progress(warning)
         factors = tensors.load(ROPE_FACTORS) if ROPE_FACTORS in tensors.shapes else None
-        rotary = inverse_frequencies(limited, factors), min(limited.max_positions, memory.num_pages * config.page_size)
+        rotary = inverse_frequencies(limited, factors), context_limit(limited.max_positions, layout, memory.num_pages)
         model: ForwardPass
         if quantised and kernels:
             packed = load_quantised_weights(limited, quantised, progress=progress)
             model = NativeModel(limited, packed, *rotary, kernels)
         else:
             model = Model(limited, load_weights(limited, tensors, dtype, progress=progress), *rotary, kernels)
-    pages = PageTensors(layout, memory.num_pages)
-    numbers_per_token = 2 * limited.num_kv_heads * limited.head_dim
-    builder = BatchBuilder(config.page_size, limited.sliding_window, numbers_per_token, for_torch=kernels is None)
+    pages = PageTensors(layout, memory.num_pages, memory.num_tails)
+    builder = BatchBuilder(layout, for_torch=kernels is None)
     how = "the file's groups" if quantised else str(dtype).removeprefix("torch.")
     how += f" ({kernels.isa.name.lower()} kernels)" if kernels else ""
-    progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory.report, layout, how)}")
+    progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory, layout, how)}")
     runner = TorchRunner(model, pages, builder, torch.get_num_threads())
-    return Engine(layout, memory.num_pages, runner, limited, pages, memory.report, scheduler)
+    return Engine(layout, memory.num_pages, memory.num_tails, runner, limited, pages, memory.report, scheduler)
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -103,7 +103,7 @@ def compute_dtype(name: str) -> torch.dtype:
     return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
 
 
-def _kernels(config: EngineConfig, layout: PageLayout) -> CpuKernels | None:
+def _kernels(config: EngineConfig, layout: CacheLayout) -> CpuKernels | None:
     """The compiled kernels; None where torch is to compute.
 
     Raises InvalidArgumentError where they are asked for and can't be had.
@@ -116,8 +116,8 @@ def _kernels(config: EngineConfig, layout: PageLayout) -> CpuKernels | None:
         problem = "the package was installed without a C++ compiler"
     elif layout.head_dim % HEAD_DIM_MULTIPLE:
         problem = f"the model's heads have {layout.head_dim} numbers, no multiple of {HEAD_DIM_MULTIPLE}"
-    elif not is_compiled(layout.format):
-        problem = f"{layout.format} pages are computed by torch"
+    elif not is_compiled(layout):
+        problem = f"{layout.format} pages of {groups_text(layout.groups)} are computed by torch"
     elif kernels.isa is Isa.PORTABLE and config.kernels == "auto":
         return None  # torch has code for this processor, which is faster
     if problem and config.kernels == "cpu":
@@ -147,9 +147,10 @@ def _naming(files: ModelFiles) -> Iterator[None]:
         raise InvalidArgumentError(f"{files.path}: {error.message}", reason=error.reason) from error
 
 
-def _layout(model: ModelConfig, config: EngineConfig, digest: str) -> PageLayout:
+def _layout(model: ModelConfig, config: EngineConfig, digest: str) -> CacheLayout:
+    groups = parse_groups(config.cache_layers, model.num_layers, model.sliding_window)
     page_format = PageFormat.parse(config.page_format)
-    return PageLayout(digest, page_format, config.page_size, model.num_layers, model.num_kv_heads, model.head_dim)
+    return CacheLayout(digest, page_format, config.page_size, model.num_kv_heads, model.head_dim, groups)
 
 
 def _max_positions(model: ModelConfig, config: EngineConfig) -> int:
@@ -159,8 +160,12 @@ def _max_positions(model: ModelConfig, config: EngineConfig) -> int:
     return config.max_model_tokens or model.max_positions
 
 
-def _summary(report: dict[str, int], layout: PageLayout, how: str) -> str:
+def _summary(memory: MemoryPlan, layout: CacheLayout, how: str) -> str:
+    report = memory.report
     terms = " + ".join(f"{name} {report[name] / 10**6:.0f}" for name in report if name not in ("total", "available"))
-    pages = report["pages"] // layout.page_bytes
+    counts = [str(memory.num_pages[0])]
+    if len(layout.groups) > 1:
+        counts = [f"{num} ({group})" for num, group in zip(memory.num_pages, layout.groups, strict=True)]
+    pages = f"{' + '.join(counts)} {layout.format} pages of {layout.page_size} tokens"
     total = f"{terms} = {report['total'] / 10**6:.0f} MB of {report['available'] / 10**6:.0f} available"
-    return f"computes in {how}, {pages} {layout.format} pages of {layout.page_size} tokens, memory {total}"
+    return f"computes in {how}, {pages}, memory {total}"

@@ -1,57 +1,112 @@
 """How many pages fit, and the sum that says so."""
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
-from pageferry.core.layout import PageLayout
+from pageferry.core.groups import CacheGroup
+from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
-from pageferry.engine.batch import MAX_GATHERED
+from pageferry.engine.segments import MAX_GATHERED
 from pageferry.engine.weights import expected_shapes
 
 _MB = 10**6
+_TAILS_PER_SEQUENCE = 2  # one while it runs, one for the last one's push
+_WINDOW_SLACK = 0.25  # of a window's pages besides, for pushes in flight and cached prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    num_pages: int
+    num_pages: tuple[int, ...]  # of each cache group
+    num_tails: int
     report: dict[str, int]  # bytes; "total" is the sum of the others but "available"
 
 
-def plan_memory(
-    config: ModelConfig, layout: PageLayout, engine: EngineConfig, scheduler: SchedulerConfig, weight_bytes: int
-) -> MemoryPlan:
-    """Size the pool from `num_pages` or `kv_memory_mb`.
+@dataclass(frozen=True, slots=True)
+class _Pools:
+    """How many pages each cache group gets where a full one gets N."""
 
-    Raises InvalidArgumentError for a pool too small for one request, ResourceExhaustedError when the machine lacks the
+    layout: CacheLayout
+    scheduler: SchedulerConfig
+    max_positions: int
+
+    @property
+    def num_tails(self) -> int:
+        return _TAILS_PER_SEQUENCE * self.scheduler.max_num_seqs if self.layout.tails else 0
+
+    @property
+    def tail_bytes(self) -> int:
+        return self.num_tails * sum(layout.page_bytes for layout in self.layout.tails)
+
+    def most_live(self, group: CacheGroup, num_tokens: int) -> int:
+        chunk_tokens = max(self.scheduler.chunk_tokens, self.scheduler.local_chunk_tokens)
+        return group.most_live(num_tokens, chunk_tokens, self.layout.page_size)
+
+    def num_pages(self, of_full: int) -> tuple[int, ...]:
+        """A window needs no more than all sequences can hold at once."""
+        needed = [
+            math.ceil(self.most_live(group, self.max_positions) * self.scheduler.max_num_seqs * (1 + _WINDOW_SLACK))
+            for group in self.layout.groups
+        ]
+        return tuple(
+            of_full if group.window is None else min(of_full, most)
+            for group, most in zip(self.layout.groups, needed, strict=True)
+        )
+
+    def page_bytes(self, of_full: int) -> int:
+        pairs = zip(self.num_pages(of_full), self.layout.pages, strict=True)
+        return sum(num * layout.page_bytes for num, layout in pairs)
+
+    def largest(self, num_bytes: int) -> int:
+        """The largest N whose pages and tails fit."""
+        most = num_bytes // min(layout.page_bytes for layout in self.layout.pages)
+        return bisect_right(range(1, most + 1), num_bytes - self.tail_bytes, key=self.page_bytes)
+
+
+def plan_memory(
+    config: ModelConfig, layout: CacheLayout, engine: EngineConfig, scheduler: SchedulerConfig, weight_bytes: int
+) -> MemoryPlan:
+    """Size the pools from `num_pages` or `kv_memory_mb`.
+
+    Raises InvalidArgumentError for pools too small for one request, ResourceExhaustedError when the machine lacks the
     memory; both name every term and the smallest value that works.
     """
-    num_pages = engine.num_pages or engine.kv_memory_mb * _MB // layout.page_bytes
+    pools = _Pools(layout, scheduler, config.max_positions)
+    of_full = engine.num_pages or pools.largest(engine.kv_memory_mb * _MB)
     smallest = 1 + scheduler.headroom_pages
     if engine.max_model_tokens:
-        smallest = max(smallest, layout.num_pages(engine.max_model_tokens))
-    if num_pages < smallest:
-        megabytes = math.ceil(smallest * layout.page_bytes / _MB)
+        smallest = max(smallest, *(pools.most_live(group, engine.max_model_tokens) for group in layout.groups))
+    least = math.ceil((pools.page_bytes(smallest) + pools.tail_bytes) / _MB)
+    if of_full < smallest:
+        per_page = sum(pages.page_bytes for pages in layout.pages)
         raise InvalidArgumentError(
-            f"the pool has {num_pages} pages of {layout.page_bytes} bytes, one request needs {smallest}: set "
-            f"kv_memory_mb to at least {megabytes}, or num_pages to at least {smallest}",
+            f"the pool has {of_full} pages of {per_page} bytes, one request needs {smallest}: set "
+            f"kv_memory_mb to at least {least}, or num_pages to at least {smallest}",
             reason="POOL_TOO_SMALL",
         )
-    context = min(config.max_positions, num_pages * layout.page_size)
-    report = _terms(config, scheduler, weight_bytes, context)
-    report["pages"] = num_pages * layout.page_bytes
+    num_pages = pools.num_pages(of_full)
+    report = _terms(config, scheduler, weight_bytes, context_limit(config.max_positions, layout, num_pages))
+    report["pages"] = pools.page_bytes(of_full)
+    if layout.tails:
+        report["tails"] = pools.tail_bytes
     total, available = sum(report.values()), available_bytes()
     if total > available:
         terms = " + ".join(f"{name} {value / _MB:.0f} MB" for name, value in report.items())
-        least = math.ceil(smallest * layout.page_bytes / _MB)
         raise ResourceExhaustedError(
             f"memory needed: {terms} = {total / _MB:.0f} MB, available: {available / _MB:.0f} MB; the smallest "
             f"workable kv_memory_mb is {least}",
             reason="OUT_OF_MEMORY",
         )
-    return MemoryPlan(num_pages, report | {"total": total, "available": available})
+    return MemoryPlan(num_pages, pools.num_tails, report | {"total": total, "available": available})
+
+
+def context_limit(max_positions: int, layout: CacheLayout, num_pages: tuple[int, ...]) -> int:
+    """Most tokens of a sequence: what the groups that keep all of them have room for."""
+    full = [num for group, num in zip(layout.groups, num_pages, strict=True) if group.window is None]
+    return min(max_positions, *(num * layout.page_size for num in full)) if full else max_positions
 
 
 def unpacked_bytes(config: ModelConfig, element_bytes: int) -> int:

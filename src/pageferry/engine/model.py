@@ -13,6 +13,7 @@ from pageferry.kernels.paged_attention import compiled_attention, paged_attentio
 from pageferry.kernels.rms_norm import add_rms_norm, rms_norm
 from pageferry.kernels.rotary import rotary, rotary_table
 from pageferry.kernels.silu_mul import silu_mul
+from pageferry.kernels.tails import TailTargets, append_to_tails
 
 
 class Model:
@@ -67,13 +68,11 @@ class Model:
             rotary = RotaryTables(self._cos, self._sin, weights.q_norm, weights.k_norm, config.norm_eps)
             rotate_append(self._kernels, heads, rotary, layer, batch.sequences)
             queries = heads[:, : config.num_heads]
-            scale, window = config.head_dim**-0.5, config.sliding_window
-            attended = compiled_attention(self._kernels, queries, layer, batch.sequences, scale, window)
+            attended = compiled_attention(self._kernels, queries, layer, batch.sequences, config.head_dim**-0.5)
         return attended.reshape(len(x), -1).to(self._dtype)
 
     def _attend_by_torch(self, weights: LayerWeights, layer: LayerPages, batch: Batch, heads: Tensor) -> Tensor:
-        config, places = self._config, batch.places
-        assert places is not None
+        config, places = self._config, batch.places[layer.group]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         turned = heads[:, : num_heads + num_kv_heads]
         if weights.q_norm is not None and weights.k_norm is not None:
@@ -84,5 +83,10 @@ class Model:
         positions = batch.sequences.positions
         turned = rotary(turned, self._cos.index_select(0, positions), self._sin.index_select(0, positions))
         keys, values = turned[:, num_heads:], heads[:, num_heads + num_kv_heads :]
-        append_pages(layer, keys, values, places.pages, places.slots)
-        return paged_attention(turned[:, :num_heads], layer, places.segments, config.head_dim**-0.5, dtype=self._dtype)
+        open_tokens = None
+        if isinstance(places.targets, TailTargets):
+            open_tokens = append_to_tails(layer, keys, values, places.targets)
+        else:
+            append_pages(layer, keys, values, *places.targets)
+        queries, scale = turned[:, :num_heads], config.head_dim**-0.5
+        return paged_attention(queries, layer, places.segments, scale, open_tokens=open_tokens, dtype=self._dtype)

@@ -56,10 +56,10 @@ class NativeModel:
             self._logits = torch.empty((num_sampled, self._vocab_size))
         pool = cpu_library.Pool(
             first=pages.layers[0].struct(),
-            payload_layer_bytes=pages.layout.payload_layer_bytes,
-            scale_layer_bytes=pages.layout.scale_layer_bytes,
+            payload_layer_bytes=pages.layout.pages[0].payload_layer_bytes,
+            scale_layer_bytes=pages.layout.pages[0].scale_layer_bytes,
         )
-        sequences = batch.sequences.struct(batch.token_ids, batch.sampled_rows)
+        sequences = batch.sequences.struct(token_ids=batch.token_ids, sampled_rows=batch.sampled_rows)
         structs = (byref(self._model), byref(pool), byref(sequences))
         self._kernels.call_in_workspace("step", structs, address(self._logits))
         return self._logits[:num_sampled]

@@ -1,8 +1,9 @@
 """Steps that stand for those to come."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence as ListLike
 
 from pageferry.core.config import SchedulerConfig
+from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.plan import Chunk, Plan
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
@@ -11,21 +12,29 @@ from pageferry.core.sequence import Sequence, WorkItem
 _BATCHES = (1, 8)
 
 
-def warm_up_plans(scheduler: SchedulerConfig, page_size: int, num_pages: int, max_positions: int) -> Iterator[Plan]:
-    """A full prefill chunk, then decode steps of several batch sizes, on the pool's first pages; token ids are 0."""
-    room = min(num_pages * page_size, max_positions)
+def warm_up_plans(
+    scheduler: SchedulerConfig, layout: CacheLayout, num_pages: ListLike[int], max_positions: int
+) -> Iterator[Plan]:
+    """A full prefill chunk, then decode steps of several batch sizes, on the pools' first pages; token ids are 0."""
+    room = min(min(num_pages) * layout.page_size, max_positions)
     length = min(max(scheduler.chunk_tokens, scheduler.local_chunk_tokens), room)
-    sequence = _sequence(length, 0, -(-length // page_size))
-    yield Plan((Chunk(sequence, 0, length, samples=True),), fresh=tuple(sequence.pages))
+    yield _plan([_sequence(length, 0, layout)])
     for batch in _BATCHES:
-        if batch > min(scheduler.max_num_seqs, num_pages):
+        if batch > min(scheduler.max_num_seqs, *num_pages):
             return
-        sequences = [_sequence(1, page, 1) for page in range(batch)]
-        fresh = tuple(PageId(page) for page in range(batch))
-        yield Plan(tuple(Chunk(sequence, 0, 1, samples=True) for sequence in sequences), fresh=fresh)
+        yield _plan([_sequence(1, page, layout) for page in range(batch)])
 
 
-def _sequence(num_tokens: int, first_page: int, num_pages: int) -> Sequence:
+def _sequence(num_tokens: int, first_page: int, layout: CacheLayout) -> Sequence:
     work = WorkItem("warm-up", (0,) * num_tokens, SamplingParams(temperature=0), StopParams(max_tokens=1))
-    pages = [PageId(first_page + page) for page in range(num_pages)]
-    return Sequence(work, arrival=0.0, pages=pages)
+    pages = [PageId(first_page + page) for page in range(layout.num_pages(num_tokens))]
+    tail = PageId(first_page) if layout.format.has_tails else None
+    return Sequence(work, arrival=0.0, tables=[list(pages) for _ in layout.groups], tail=tail)
+
+
+def _plan(sequences: list[Sequence]) -> Plan:
+    fresh = tuple(
+        Place(group, page) for target in sequences for group, table in enumerate(target.tables) for page in table
+    )
+    chunks = tuple(Chunk(target, 0, len(target.token_ids), samples=True) for target in sequences)
+    return Plan(chunks, fresh=fresh)
