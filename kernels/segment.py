@@ -86,11 +86,12 @@ def _gather_side(side: SidePages, segment: Segment, open_tokens: Tensor | None, 
             raw[page] = 0
         else:
             raw[page, :, slot] = 0
-        factors.append(raw.view(num_seqs, num_pages, num_kv_heads, -1).transpose(1, 2).float())
+        factors.append(raw.view(num_seqs, num_pages, *raw.shape[1:]).transpose(1, 2).float())
     scales, zeros = factors
     opened = None
     if open_tokens is not None and segment.open is not None:
-        opened = open_tokens.index_select(0, segment.open).view(num_seqs, -1, *open_tokens.shape[1:])
+        num_open = len(segment.open) // num_seqs
+        opened = open_tokens.index_select(0, segment.open).view(num_seqs, num_open, *open_tokens.shape[1:])
         opened = opened.transpose(1, 2).to(dtype)
     if scales is not None and side.format.is_per_channel:
         # A large channel must not be rounded by a scale of 8 bits, which differs from page to page.
@@ -98,4 +99,4 @@ def _gather_side(side: SidePages, segment: Segment, open_tokens: Tensor | None, 
         decoded, scales, zeros = _scaled(decoded.float(), scales.unsqueeze(-2), zeros).to(dtype), None, None
     flat = (num_seqs, num_kv_heads, num_pages * page_size)
     scales, zeros = (None if factor is None else factor.reshape(flat) for factor in (scales, zeros))
-    return Gathered(decoded.reshape(*flat, -1), scales, zeros, opened)
+    return Gathered(decoded.reshape(*flat, decoded.shape[-1]), scales, zeros, opened)

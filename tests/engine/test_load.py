@@ -24,7 +24,7 @@ def test_an_engine_describes_itself(tiny_model: Path) -> None:
     layout = engine.layout
     assert (layout.format, layout.page_size, layout.num_layers) == (PageFormat.parse("int8"), 8, 4)
     assert (layout.num_kv_heads, layout.head_dim, len(layout.fingerprint)) == (2, 16, 32)
-    assert (engine.num_pages, engine.pages.num_bytes) == (40, engine.memory_report["pages"])
+    assert (engine.num_pages, engine.num_tails, engine.pages.num_bytes) == ((40,), 0, engine.memory_report["pages"])
     assert engine.model_config.name == tiny_model.name
     assert torch.get_num_threads() == 1
     assert len(lines) == 2
@@ -54,8 +54,7 @@ def test_the_fingerprint_tells_models_apart(tiny_model: Path, tmp_path: Path) ->
     assert load(same).layout.fingerprint == own
     assert load(tiny_model, "int8", compute_dtype="bf16", num_pages=32).layout.fingerprint == own
     assert len({own, *(load(other).layout.fingerprint for other in (weights, shape, rope))}) == 4
-    config = EngineConfig(model=str(tiny_model), page_size=32, num_pages=32, threads=1)
-    assert load_engine(config, SchedulerConfig(), progress=lambda _: None).layout.fingerprint != own
+    assert load(tiny_model, page_size=32, cache_layers="0-3=window:20").layout.fingerprint == own
 
 
 def test_compute_types(monkeypatch: pytest.MonkeyPatch) -> None:

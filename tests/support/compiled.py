@@ -11,7 +11,7 @@ from pageferry.kernels.cpu_library import CpuKernels, Isa, available_isas, load_
 from pageferry.kernels.sequences import Sequences
 
 ISAS = available_isas()
-FORMATS = tuple(page_format for page_format in page_pools.FORMATS if is_compiled(page_format))
+FORMATS = tuple(page_format for page_format in page_pools.FORMATS if is_compiled(page_pools.layout(page_format)))
 needs_library = pytest.mark.skipif(not ISAS, reason="the library was not built: no compiler at installation")
 each_isa = pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name.lower())
 

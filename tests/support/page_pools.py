@@ -5,9 +5,11 @@ import torch
 from pageferry.core.formats import Element, PageFormat, TensorFormat
 from pageferry.core.groups import CacheGroup, full_group
 from pageferry.core.layout import CacheLayout
+from pageferry.engine.batch import TokenTargets
 from pageferry.engine.pages import PageTensors
-from pageferry.kernels.append_pages import LayerPages
+from pageferry.kernels.append_pages import LayerPages, append_pages
 from pageferry.kernels.quantise import largest
+from pageferry.kernels.tails import OpenTokens, TailTargets, append_to_tails
 
 # As fp32, bf16, fp16 and fp8 these bytes are NaN; as int8 and int4 they are -1, or the largest where unsigned.
 POISON = 0xFF
@@ -64,6 +66,16 @@ def poisoned(of: CacheLayout, num_pages: int, num_tails: int = 8) -> PageTensors
     for pool in (*pages.pools, *pages.tails):
         pool.memory.fill_(POISON)
     return pages
+
+
+def append(
+    layer: LayerPages, keys: torch.Tensor, values: torch.Tensor, targets: TokenTargets | TailTargets
+) -> OpenTokens | None:
+    """As the model stores a batch's tokens."""
+    if isinstance(targets, TailTargets):
+        return append_to_tails(layer, keys, values, targets)
+    append_pages(layer, keys, values, *targets)
+    return None
 
 
 def stored(pages: PageTensors, layer: int) -> torch.Tensor:
