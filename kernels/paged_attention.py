@@ -169,12 +169,13 @@ class History:
 
 
 def paged_attention_ref(query: Tensor, history: History, positions: list[int], scale: float) -> Tensor:
-    """One sequence, one row and one head after the other; `positions` are the rows'. Knows no pools, tails, chunks."""
-    group = query.shape[1] // history.keys.shape[1]
+    """One sequence, one row after the other; `positions` are the rows'. Knows no pools, tails or chunks."""
     out = torch.empty(query.shape, dtype=torch.float32)
     for row, position in enumerate(positions):
-        keys, values = history.read(position)
-        for head in range(query.shape[1]):
-            weights = torch.softmax(keys[:, head // group] @ query[row, head].float() * scale, dim=0)
-            out[row, head] = weights @ values[:, head // group]
+        sides = history.read(position)
+        keys, values = (
+            side.repeat_interleave(query.shape[1] // side.shape[1], dim=1) for side in sides
+        )  # [seen, H, D]
+        scores = (keys * query[row].float()).sum(-1) * scale
+        out[row] = (torch.softmax(scores, dim=0)[..., None] * values).sum(0)
     return out
