@@ -1,7 +1,9 @@
 """Keys that a page format is too coarse for, as the model's biases foretell.
 
 A few key channels may have a bias far beyond what the other channels ever hold (Qwen2 has such). One scale for all of
-a token's key then leaves the others few steps or none: answers break although the stored numbers look close.
+a token's key then leaves the others few steps or none: answers break although the stored numbers look close. Scales per
+channel spare the others, but not the large ones, whose own steps weigh as much; zero points take away of these what
+does not turn with the position.
 """
 
 from statistics import median
@@ -13,6 +15,7 @@ from pageferry.engine.tensors import TensorFiles
 # Largest bias, in sizes of a usual channel, at which one step is as large as that: q is at most 127 or 7, and e4m3's
 # largest numbers are 8 to 16 steps.
 _LIMITS = {Element.FP8_E4M3: 16, Element.INT8: 127, Element.INT4: 7}
+_CENTRED = 4  # times as large a bias is borne by zero points per channel, as measured on a small model
 
 
 def key_warning(config: ModelConfig, tensors: TensorFiles, keys: TensorFormat) -> str:
@@ -20,12 +23,14 @@ def key_warning(config: ModelConfig, tensors: TensorFiles, keys: TensorFormat) -
     limit = _LIMITS.get(keys.element)
     if limit is None or not config.attention_bias:
         return ""
+    if keys.is_per_channel and not keys.symmetric:
+        limit *= _CENTRED
     ratio, layer = max((_ratio(tensors, f"model.layers.{layer}."), layer) for layer in range(config.num_layers))
     if ratio <= limit:
         return ""
     return (
         f"warning: layer {layer} has key biases {ratio:.0f} times as large as its usual keys, {keys} pages resolve "
-        f"1/{limit}: expect wrong answers, or use k=bf16 or k=fp32"
+        f"1/{limit}: expect wrong answers, or use k=fp32, or k=int8:channel:asym"
     )
 
 
