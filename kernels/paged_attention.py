@@ -20,7 +20,7 @@ from pageferry.kernels import cpu_library
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.cpu_library import CpuKernels, byref
 from pageferry.kernels.quantise import dequantise, quantise
-from pageferry.kernels.segment import Gathered, Segment, gather
+from pageferry.kernels.segment import Segment, gather_keys, gather_values
 from pageferry.kernels.sequences import Sequences
 from pageferry.kernels.tails import OpenTokens
 
@@ -44,18 +44,20 @@ def paged_attention(
     for segment in segments:
         whole = len(segment.rows) == len(query)
         rows = query if whole else query.index_select(0, segment.rows)
-        is_single = segment.num_rows == 1
-        sides = gather(layer, segment, open_tokens, torch.float32 if is_single else dtype)
-        result = _attend_single(rows, *sides, segment) if is_single else _attend_chunk(rows.to(dtype), *sides, segment)
+        if segment.num_rows == 1:
+            result = _attend_single(rows, layer, segment, open_tokens)
+        else:
+            result = _attend_chunk(rows.to(dtype), layer, segment, open_tokens)
         if whole:
             return result
         out.index_copy_(0, segment.rows, result)
     return out
 
 
-def _attend_single(query: Tensor, keys: Gathered, values: Gathered, segment: Segment) -> Tensor:
+def _attend_single(query: Tensor, layer: LayerPages, segment: Segment, open_tokens: OpenTokens | None) -> Tensor:
     """One row a sequence: elements are multiplied as they are; scales and zero points go onto scores and weights."""
     num_seqs, (num_rows, num_heads, dim) = segment.num_seqs, query.shape
+    keys = gather_keys(layer, segment, open_tokens, torch.float32)
     num_kv_heads, num_stored = keys.numbers.shape[1:3]
     folded = query.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, dim)
     scores = torch.matmul(folded, keys.numbers.transpose(-1, -2))  # [S, Hk, G, n * B]
@@ -66,6 +68,7 @@ def _attend_single(query: Tensor, keys: Gathered, values: Gathered, segment: Seg
     if keys.open is not None:
         scores = torch.cat((scores, torch.matmul(folded, keys.open.transpose(-1, -2))), dim=-1)
     weights = torch.softmax(scores.add_(segment.mask.unsqueeze(1)), dim=-1)
+    values = gather_values(layer, segment, open_tokens, torch.float32)  # after the keys have left the cache
     stored, opened = weights[..., :num_stored], weights[..., num_stored:]
     offset = None if values.zeros is None else torch.matmul(stored, values.zeros.unsqueeze(-1))
     if values.scales is not None:
@@ -78,15 +81,16 @@ def _attend_single(query: Tensor, keys: Gathered, values: Gathered, segment: Seg
     return out.view(num_rows, num_heads, dim)
 
 
-def _attend_chunk(query: Tensor, keys: Gathered, values: Gathered, segment: Segment) -> Tensor:
+def _attend_chunk(query: Tensor, layer: LayerPages, segment: Segment, open_tokens: OpenTokens | None) -> Tensor:
     """Many rows of one sequence: the pages are dequantised once."""
-    all_keys, all_values = keys.dequantised(), values.dequantised()  # [Hk, n * B + m, D]
+    keys = gather_keys(layer, segment, open_tokens, query.dtype).dequantised()  # [Hk, n * B + m, D]
+    values = gather_values(layer, segment, open_tokens, query.dtype).dequantised()
     heads = query.transpose(0, 1)  # [H, R, D]
     if query.dtype == torch.bfloat16:
-        out = _attend_bf16(heads, all_keys, all_values, segment)
+        out = _attend_bf16(heads, keys, values, segment)
     else:
         out = functional.scaled_dot_product_attention(
-            heads[None], all_keys[None], all_values[None], segment.mask[None], scale=1.0, enable_gqa=True
+            heads[None], keys[None], values[None], segment.mask[None], scale=1.0, enable_gqa=True
         )[0]
     return out.transpose(0, 1).float()
 

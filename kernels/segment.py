@@ -57,17 +57,15 @@ def _scaled(numbers: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     return torch.addcmul(zeros, numbers.float(), scales).to(numbers.dtype)
 
 
-def gather(
-    layer: LayerPages, segment: Segment, open_tokens: OpenTokens | None, dtype: torch.dtype
-) -> tuple[Gathered, Gathered]:
-    """Keys and values."""
-    if open_tokens is None:
-        return _gather_side(layer.keys, segment, None, dtype), _gather_side(layer.values, segment, None, dtype)
-    keys = _gather_side(layer.keys, segment, open_tokens.keys, dtype)
-    return keys, _gather_side(layer.values, segment, open_tokens.values, dtype)
+def gather_keys(layer: LayerPages, segment: Segment, open_tokens: OpenTokens | None, dtype: torch.dtype) -> Gathered:
+    return _gather(layer.keys, segment, None if open_tokens is None else open_tokens.keys, dtype)
 
 
-def _gather_side(side: SidePages, segment: Segment, open_tokens: Tensor | None, dtype: torch.dtype) -> Gathered:
+def gather_values(layer: LayerPages, segment: Segment, open_tokens: OpenTokens | None, dtype: torch.dtype) -> Gathered:
+    return _gather(layer.values, segment, None if open_tokens is None else open_tokens.values, dtype)
+
+
+def _gather(side: SidePages, segment: Segment, open_tokens: Tensor | None, dtype: torch.dtype) -> Gathered:
     raw = side.payload.index_select(0, segment.pages)
     _, num_kv_heads, page_size, width = raw.shape
     num_seqs, num_pages = segment.num_seqs, len(segment.pages) // segment.num_seqs

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -56,11 +57,11 @@ class BatchBuilder:
         ids = [token_id for c in chunks for token_id in c.sequence.token_ids[c.start : c.start + c.num_tokens]]
         positions = np.concatenate([np.arange(c.start, c.start + c.num_tokens, dtype=np.int32) for c in chunks])
         sampled = [starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.samples]
-        tables = [self._tables(chunks, group) for group in range(len(self.layout.groups))]
+        tables = self._tables(chunks)
         sequences = Sequences(
             positions=torch.from_numpy(positions),
             row_starts=torch.from_numpy(starts),
-            tables=tuple(_page_tables(of_group) for of_group in tables),
+            tables=tables,
             tails=torch.from_numpy(_tails(chunks)) if self.layout.format.has_tails else None,
         )
         return Batch(
@@ -70,27 +71,31 @@ class BatchBuilder:
             places=self._places(chunks, starts.tolist(), tables) if self.for_torch else (),
         )
 
-    def _tables(self, chunks: tuple[Chunk, ...], group: int) -> list[NDArray[np.int32]]:
-        ends = (self.layout.num_pages(chunk.start + chunk.num_tokens) for chunk in chunks)
-        return [np.array(c.sequence.tables[group][:end], np.int32) for c, end in zip(chunks, ends, strict=True)]
+    def _tables(self, chunks: tuple[Chunk, ...]) -> tuple[PageTables, ...]:
+        lengths = [self.layout.num_pages(chunk.start + chunk.num_tokens) for chunk in chunks]
+        starts, tables = _starts(lengths), []
+        for group in range(len(self.layout.groups)):
+            pages = chain.from_iterable(c.sequence.tables[group][:end] for c, end in zip(chunks, lengths, strict=True))
+            flat = np.fromiter(pages, np.int32, starts[-1])
+            tables.append(PageTables(torch.from_numpy(starts), torch.from_numpy(flat)))
+        return tuple(tables)
 
     def _places(
-        self, chunks: tuple[Chunk, ...], starts: list[int], tables: list[list[NDArray[np.int32]]]
+        self, chunks: tuple[Chunk, ...], starts: list[int], tables: tuple[PageTables, ...]
     ) -> tuple[TorchPlaces, ...]:
         size = self.layout.page_size
         opened = self._tail_targets(chunks, starts) if self.layout.format.has_tails else None
         places = []
         for group, of_group in zip(self.layout.groups, tables, strict=True):
-            members = [
-                Member(c, table, i, starts[i]) for i, (c, table) in enumerate(zip(chunks, of_group, strict=True))
-            ]
+            flat, bounds = of_group.pages.numpy(), of_group.starts.tolist()
+            members = [Member(c, flat[bounds[i] : bounds[i + 1]], i, starts[i]) for i, c in enumerate(chunks)]
             targets: TokenTargets | TailTargets
             if opened:
                 filled = [member.table[member.chunk.start // size : member.end // size] for member in members]
                 targets = replace(opened, filled=_pages(filled))
             else:
-                positions = [np.arange(c.start, c.start + c.num_tokens) for c in chunks]
-                pages = [table[rows // size] for rows, table in zip(positions, of_group, strict=True)]
+                positions = [np.arange(member.chunk.start, member.end) for member in members]
+                pages = [member.table[rows // size] for rows, member in zip(positions, members, strict=True)]
                 targets = TokenTargets(_pages(pages), torch.from_numpy(np.concatenate(positions) % size))
             builder = SegmentBuilder(self.layout, group, num_seqs=len(chunks))
             places.append(TorchPlaces(targets, builder.build(members)))
@@ -118,11 +123,6 @@ class BatchBuilder:
 def _starts(counts: list[int]) -> NDArray[np.int32]:
     """Where each run of that many begins, and where the last one ends."""
     return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-
-
-def _page_tables(tables: list[NDArray[np.int32]]) -> PageTables:
-    starts = _starts([len(table) for table in tables])
-    return PageTables(torch.from_numpy(starts), torch.from_numpy(np.concatenate(tables)))
 
 
 def _tails(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:

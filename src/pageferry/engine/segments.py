@@ -16,7 +16,7 @@ from pageferry.kernels.segment import Segment
 # Numbers (K and V of one layer, fp32) that a segment of several sequences gathers at most: 8 MB stay near the cache,
 # and buffers of up to 32 MB are reused by the allocator instead of being mapped anew each time.
 MAX_GATHERED = 1 << 21
-_NEVER = 1 << 40  # a position that no row sees
+_NEVER = 1 << 40  # a position, or a page's index, that no row sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class SegmentBuilder:
         size = self.layout.page_size
         first = self.group.first_seen(member.chunk.start) // size
         num_sinks = min(self.group.num_sink_pages(size), first)
-        end = member.end // size if self.layout.format.has_tails else len(member.table)
+        end = member.end // size if self.layout.tails else len(member.table)
         seen = np.arange(first, end)
         return np.concatenate((np.arange(min(num_sinks, end)), seen)) if num_sinks else seen
 
@@ -81,19 +81,20 @@ class SegmentBuilder:
         size, num_rows = self.layout.page_size, members[0].chunk.num_tokens
         width = max(len(seen) for seen in pages)
         tables = np.zeros((len(members), width), dtype=np.int64)
-        stored = np.full((len(members), width, size), _NEVER)  # the position that each slot holds
+        indices = np.full((len(members), width), _NEVER)
         for i, (member, seen) in enumerate(zip(members, pages, strict=True)):
             tables[i, : len(seen)] = member.table[seen]
-            if len(seen):
-                tables[i, len(seen) :] = tables[i, 0]  # a padding page's slots count as unused
-            stored[i, : len(seen)] = seen[:, None] * size + np.arange(size)
+            tables[i, len(seen) :] = tables[i, 0] if len(seen) else 0  # a padding page's slots count as unused
+            indices[i, : len(seen)] = seen
         assert tables.size == 0 or tables.min() >= 0, "a page that is to be read is not held"
+        stored = (indices[:, :, None] * size + np.arange(size)).reshape(len(members), -1)  # each slot's position
         ends = np.array([member.end for member in members])
-        page, slot = np.nonzero((stored >= ends[:, None, None]).reshape(-1, size))
-        rows = np.concatenate([np.arange(member.first_row, member.first_row + num_rows) for member in members])
+        page, slot = np.nonzero((stored >= ends[:, None]).reshape(-1, size))
+        first_rows = np.array([member.first_row for member in members])
+        rows = (first_rows[:, None] + np.arange(num_rows)).reshape(-1)
         queries = torch.from_numpy(ends[:, None] - num_rows + np.arange(num_rows))[:, :, None]  # [S, R, 1]
-        positions, opened = self._open_tokens(members) if self.layout.format.has_tails else (None, None)
-        hidden = self._hidden(queries, torch.from_numpy(stored.reshape(len(members), 1, -1)), positions)
+        positions, opened = self._open_tokens(members) if self.layout.tails else (None, None)
+        hidden = self._hidden(queries, torch.from_numpy(stored[:, None]), positions)
         columns = hidden.any(dim=1).any(dim=0).nonzero()
         return Segment(
             torch.from_numpy(rows),
