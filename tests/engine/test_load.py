@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import load
+from engines import load, logits_of, sequence
 from tiny_model import TinyShape, write_tiny_model
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
@@ -67,3 +67,49 @@ def test_compute_types(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr("torch.cpu.get_capabilities", lambda found=capabilities: found)
         assert compute_dtype("auto") is expected
+
+
+@pytest.mark.parametrize("head_dim", [80, 96])
+@pytest.mark.parametrize("page_format", ["int4", "int8", "int8:channel:asym", "k=int8,v=int4:channel"])
+def test_heads_of_any_size_are_quantised(page_format: str, head_dim: int, tmp_path: Path) -> None:
+    """No group of numbers of a fixed size has to divide a head; the last page and half of one included."""
+    shape = TinyShape(hidden_size=48, num_attention_heads=3, num_key_value_heads=1, head_dim=head_dim)
+    directory = write_tiny_model(tmp_path, shape)
+    tokens = [4 + (index * index * 31 + index * 7) % 300 for index in range(72)]
+    exact = logits_of(load(directory), sequence(tokens, 0, 5), [72])
+    engine = load(directory, page_format)
+    assert engine.layout.head_dim == head_dim
+    for ends in ([72], [50, *range(51, 73)]):
+        error = (logits_of(engine, sequence(tokens, 1, 5), ends) - exact).norm() / exact.norm()
+        assert 0 < error < (0.35 if "int4" in page_format else 0.02)
+
+
+def test_what_a_format_can_not_hold_is_refused_at_start(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, TinyShape(num_key_value_heads=1, head_dim=2))
+    with pytest.raises(InvalidArgumentError, match=r"page_size is 1, .* multiples of 4"):
+        load(directory, "k=int4,v=fp32", page_size=1)
+
+
+@pytest.mark.parametrize(
+    ("cache_layers", "message"),
+    [
+        ("0-4=full", "must be layers from 0 to 3"),
+        ("0-1=full", "must name each layer of 4; 2-3 are missing"),
+        ("0-3=window:0", "window:0"),
+    ],
+)
+def test_cache_layers_are_checked_against_the_model(cache_layers: str, message: str, tiny_model: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        load(tiny_model, cache_layers=cache_layers)
+
+
+def test_groups_and_tails_are_named_at_start(tiny_model: Path) -> None:
+    lines: list[str] = []
+    config = EngineConfig(
+        model=str(tiny_model), page_format="int8:channel", cache_layers="0-1=window:20,sinks:4;2-3=full", num_pages=2000
+    )
+    engine = load_engine(config, SchedulerConfig(max_num_seqs=4), progress=lines.append)
+    assert (engine.num_pages, engine.num_tails) == ((100, 2000), 8)
+    assert engine.pages.num_bytes == engine.memory_report["pages"] + engine.memory_report["tails"]
+    pages = "100 (0-1=window:20,sinks:4) + 2000 (2-3=full) int8:channel pages of 16 tokens"
+    assert pages in lines[-1] and "pages 5 + tails 0 =" in lines[-1]

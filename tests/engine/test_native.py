@@ -141,7 +141,7 @@ def test_portable_code_runs_only_where_it_is_asked_for(tiny_gguf: Path, monkeypa
 def test_kernels_that_can_not_be_had_are_refused(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    narrow = write_tiny_model(tmp_path / "narrow", TinyShape(num_attention_heads=8))
+    narrow = write_tiny_model(tmp_path / "narrow", TinyShape(num_attention_heads=8, head_dim=8))
     with pytest.raises(InvalidArgumentError, match=r"kernels is 'cpu', can't be cpu: .* heads have 8 numbers"):
         load_engine(_config(narrow), SchedulerConfig(), progress=lambda _: None)
     monkeypatch.setattr("pageferry.engine.load.load_kernels", lambda _: None)

@@ -30,6 +30,7 @@ from pageferry.engine.runner import TorchRunner
 from pageferry.kernels.segment import Segment
 
 LENGTHS = (5, 16, 17, 40, 3)
+BAD_FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4:asym", "int8:channel", "k=int4:channel:asym,v=bf16")
 
 
 def four_pages(row: int, sampling: SamplingParams = GREEDY) -> Sequence:
@@ -47,7 +48,7 @@ def generate(
     return [target.output_ids for target in generation.sequences]
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "int8", "k=fp8_e4m3,v=int4:asym"])
+@pytest.mark.parametrize("page_format", ["fp32", "int8", "k=fp8_e4m3,v=int4:asym", "k=int8:channel,v=int4:asym"])
 def test_batch_mates_change_nothing(tiny_model: Path, page_format: str) -> None:
     engine = load(tiny_model, page_format)
     alone = [generate(engine, [row])[0] for row in range(5)]
@@ -109,7 +110,7 @@ def test_a_copied_page_continues_like_its_source(tiny_model: Path) -> None:
     assert _token(result.samples[0]) == expected[1]
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4:asym"])
+@pytest.mark.parametrize("page_format", BAD_FORMATS)
 def test_a_sequence_whose_pages_went_bad_fails_alone(tiny_model: Path, page_format: str) -> None:
     engine = load(tiny_model, page_format)
     good = generate(engine, [0, 1, 2, 3], num_steps=5)
@@ -168,7 +169,10 @@ def digest(model: str, page_format: str, compute_dtype: str = "fp32") -> str:
     return hashlib.sha256(content(engine, generation.sequences[0])).hexdigest()
 
 
-@pytest.mark.parametrize(("page_format", "compute_dtype"), [("fp32", "fp32"), ("int8", "fp32"), ("int8", "bf16")])
+@pytest.mark.parametrize(
+    ("page_format", "compute_dtype"),
+    [("fp32", "fp32"), ("int8", "fp32"), ("int8", "bf16"), ("int4:channel", "fp32"), ("int4:channel", "bf16")],
+)
 def test_pages_are_equal_in_every_run(tiny_model: Path, page_format: str, compute_dtype: str) -> None:
     assert len({digest(str(tiny_model), page_format, compute_dtype) for _ in range(2)}) == 1
 
@@ -201,9 +205,13 @@ def test_an_empty_plan_does_nothing(tiny_model: Path) -> None:
     assert load(tiny_model).runner.run(Plan(())).samples == ()
 
 
+@pytest.mark.parametrize("cache_layers", ["", "0-2=window:5,sinks:1;3=full"])
+@pytest.mark.parametrize("page_format", ["int8", "int8:channel"])
 @pytest.mark.parametrize("num_pages", [2, 64])
-def test_warm_up_fits_every_pool(tiny_model: Path, num_pages: int) -> None:
-    config = EngineConfig(model=str(tiny_model), num_pages=num_pages, threads=1, max_model_tokens=20)
+def test_warm_up_fits_every_pool(tiny_model: Path, num_pages: int, page_format: str, cache_layers: str) -> None:
+    config = EngineConfig(
+        str(tiny_model), page_format, cache_layers, num_pages=num_pages, threads=1, max_model_tokens=20
+    )
     engine = load_engine(config, SchedulerConfig(max_num_seqs=4), progress=lambda _: None)
     engine.warm_up()
     assert engine.model_config.max_positions == 20
@@ -242,7 +250,7 @@ def _token(sample: SampledToken | SampleFailure) -> int:
     return sample.token_id
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int4:asym"])
+@pytest.mark.parametrize("page_format", BAD_FORMATS)
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 def test_activations_that_are_not_numbers_fail_their_sequence_alone(
     tiny_model: Path, tmp_path: Path, page_format: str, compute_dtype: str

@@ -34,6 +34,7 @@ class TinyShape:
     num_attention_heads: int = 4
     num_key_value_heads: int = 2
     intermediate_size: int = 128
+    head_dim: int = 16
     max_position_embeddings: int = 4096
 
 
@@ -81,7 +82,7 @@ def _tokenizer() -> dict[str, object]:
 def _weights(shape: TinyShape, seed: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     hidden, inner = shape.hidden_size, shape.intermediate_size
-    kv = hidden // shape.num_attention_heads * shape.num_key_value_heads
+    queries, kv = (shape.head_dim * heads for heads in (shape.num_attention_heads, shape.num_key_value_heads))
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         values: np.ndarray = random.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5)
@@ -93,10 +94,10 @@ def _weights(shape: TinyShape, seed: int) -> dict[str, np.ndarray]:
     tensors = {"model.embed_tokens.weight": matrix(VOCAB_SIZE, hidden), "model.norm.weight": norm()}
     for layer in range(shape.num_hidden_layers):
         sizes = {
-            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.q_proj": (queries, hidden),
             "self_attn.k_proj": (kv, hidden),
             "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, hidden),
+            "self_attn.o_proj": (hidden, queries),
             "mlp.gate_proj": (inner, hidden),
             "mlp.up_proj": (inner, hidden),
             "mlp.down_proj": (hidden, inner),
