@@ -80,9 +80,7 @@ def _gather(side: SidePages, segment: Segment, open_tokens: Tensor | None, dtype
             factors.append(None)
             continue
         raw = stored.index_select(0, segment.pages)
-        if side.format.is_per_channel:  # such pages are full, or hold no token
-            raw[page] = 0
-        else:
+        if not side.format.is_per_channel:  # such pages are full, and padding repeats one
             raw[page, :, slot] = 0
         factors.append(raw.view(num_seqs, num_pages, *raw.shape[1:]).transpose(1, 2).float())
     scales, zeros = factors

@@ -45,6 +45,11 @@ class _Pools:
         chunk_tokens = max(self.scheduler.chunk_tokens, self.scheduler.local_chunk_tokens)
         return group.most_live(num_tokens, chunk_tokens, self.layout.page_size)
 
+    def most_read(self, group: CacheGroup, num_tokens: int) -> int:
+        """Most tokens that a chunk's rows read: the pages', and the chunk's own while they are open."""
+        in_pages = self.most_live(group, num_tokens) * self.layout.page_size
+        return in_pages + (self.scheduler.chunk_tokens if self.layout.tails else 0)
+
     def num_pages(self, of_full: int) -> tuple[int, ...]:
         """A window needs no more than all sequences can hold at once."""
         needed = [
@@ -79,28 +84,37 @@ def plan_memory(
     smallest = 1 + scheduler.headroom_pages
     if engine.max_model_tokens:
         smallest = max(smallest, *(pools.most_live(group, engine.max_model_tokens) for group in layout.groups))
-    least = math.ceil((pools.page_bytes(smallest) + pools.tail_bytes) / _MB)
+    least_mb = math.ceil((pools.page_bytes(smallest) + pools.tail_bytes) / _MB)
     if of_full < smallest:
         per_page = sum(pages.page_bytes for pages in layout.pages)
         raise InvalidArgumentError(
             f"the pool has {of_full} pages of {per_page} bytes, one request needs {smallest}: set "
-            f"kv_memory_mb to at least {least}, or num_pages to at least {smallest}",
+            f"kv_memory_mb to at least {least_mb}, or num_pages to at least {smallest}",
             reason="POOL_TOO_SMALL",
         )
     num_pages = pools.num_pages(of_full)
-    report = _terms(config, scheduler, weight_bytes, context_limit(config.max_positions, layout, num_pages))
-    report["pages"] = pools.page_bytes(of_full)
+    context = context_limit(config.max_positions, layout, num_pages)
+    report = {
+        "weights": weight_bytes,
+        "rotary": context * config.head_dim * 4,
+        "workspace": _workspace(config, scheduler, [pools.most_read(group, context) for group in layout.groups]),
+        "pages": pools.page_bytes(of_full),
+    }
     if layout.tails:
         report["tails"] = pools.tail_bytes
+    return MemoryPlan(num_pages, pools.num_tails, report | _totals(report, least_mb))
+
+
+def _totals(report: dict[str, int], least_mb: int) -> dict[str, int]:
     total, available = sum(report.values()), available_bytes()
     if total > available:
         terms = " + ".join(f"{name} {value / _MB:.0f} MB" for name, value in report.items())
         raise ResourceExhaustedError(
             f"memory needed: {terms} = {total / _MB:.0f} MB, available: {available / _MB:.0f} MB; the smallest "
-            f"workable kv_memory_mb is {least}",
+            f"workable kv_memory_mb is {least_mb}",
             reason="OUT_OF_MEMORY",
         )
-    return MemoryPlan(num_pages, pools.num_tails, report | {"total": total, "available": available})
+    return {"total": total, "available": available}
 
 
 def context_limit(max_positions: int, layout: CacheLayout, num_pages: tuple[int, ...]) -> int:
@@ -116,21 +130,17 @@ def unpacked_bytes(config: ModelConfig, element_bytes: int) -> int:
     return all_weights + (embedding if config.tied_embeddings else 0)  # the head is repacked apart from the table
 
 
-def _terms(config: ModelConfig, scheduler: SchedulerConfig, weight_bytes: int, context: int) -> dict[str, int]:
+def _workspace(config: ModelConfig, scheduler: SchedulerConfig, columns: list[int]) -> int:
+    """Bytes; `columns` are the most tokens that are read at once, in each cache group."""
     rows = max(scheduler.chunk_tokens, scheduler.local_chunk_tokens) + scheduler.max_num_seqs
     widest = max(2 * config.intermediate_size, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
-    gathered = max(MAX_GATHERED, context * 2 * config.num_kv_heads * config.head_dim)
-    workspace = 4 * (
+    gathered = max(MAX_GATHERED, max(columns) * 2 * config.num_kv_heads * config.head_dim)
+    return 4 * (
         rows * (2 * widest + 4 * config.hidden_size)
         + scheduler.max_num_seqs * config.vocab_size
         + 2 * gathered
-        + scheduler.chunk_tokens * context
+        + scheduler.chunk_tokens * sum(columns)
     )
-    return {
-        "weights": weight_bytes,
-        "rotary": context * config.head_dim * 4,
-        "workspace": workspace,
-    }
 
 
 def available_bytes() -> int:

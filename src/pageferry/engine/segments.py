@@ -84,7 +84,7 @@ class SegmentBuilder:
         indices = np.full((len(members), width), _NEVER)
         for i, (member, seen) in enumerate(zip(members, pages, strict=True)):
             tables[i, : len(seen)] = member.table[seen]
-            tables[i, len(seen) :] = tables[i, 0] if len(seen) else 0  # a padding page's slots count as unused
+            tables[i, len(seen) :] = tables[i, :1]  # a padding page's slots count as unused
             indices[i, : len(seen)] = seen
         assert tables.size == 0 or tables.min() >= 0, "a page that is to be read is not held"
         stored = (indices[:, :, None] * size + np.arange(size)).reshape(len(members), -1)  # each slot's position
