@@ -87,7 +87,7 @@ class FakePages:
             page[number * width : number * width + width] = row[:width]
             if layout.format.k.element.is_scaled and not layout.format.k.is_per_channel:
                 start = layout.scale_offset + 2 * number
-                page[start : start + 2] = row[:1] + b"\x3c"
+                page[start : start + 2] = row[:1] + b"\x3c"  # from 1 to 2
 
     def rows(self, place: Place, slot: int) -> list[bytes]:
         layout = self.layout.of(place)

@@ -49,8 +49,11 @@ class MemoryPages:
         }
         if seed is not None:
             for number, (place, content) in enumerate(self.pages.items()):
-                for offset, length in layout.of(place).ranges(0, layout.of(place).num_layers):  # all but the padding
-                    content[offset : offset + length] = random.Random(seed + number).randbytes(length)
+                ranges = layout.of(place).ranges(0, layout.of(place).num_layers)  # all but the padding
+                for part, (offset, length) in enumerate(ranges):
+                    noise = random.Random(seed + number).randbytes(length)
+                    # Scales and zero points are finite and positive.
+                    content[offset : offset + length] = bytes(1 + byte % 0x7B for byte in noise) if part else noise
 
     def read(self, key: PageKey, place: Place, first_layer: int, num_layers: int) -> bytes:
         assert (key.group, key.is_tail) == (place.group, place.is_tail)

@@ -1,5 +1,9 @@
-"""Pages as the frames that carry them, with checksums, and what a `kv.push` span says of them at both ends."""
+"""Pages as the frames that carry them, their checks, and what a `kv.push` span says of them at both ends."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 from crc32c import crc32c
 from opentelemetry.trace import Span
 
@@ -10,6 +14,8 @@ from pageferry.core.sender import HandoffStats
 from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PAGE_KIND_UNSPECIFIED, PageFrame
 
 _KINDS = {PAGE_KIND_UNSPECIFIED: False, PAGE_KIND_PAGE: False, PAGE_KIND_TAIL: True}  # whether it is a tail
+
+_INFINITY = 0x7C00  # fp16, as bits: from here on, without the sign, it isn't finite
 
 
 def read_frames(source: PageSource, key: PageKey, place: Place) -> list[PageFrame]:
@@ -33,10 +39,14 @@ def page_key(frame: PageFrame) -> PageKey:
 
 
 def check_payload(frame: PageFrame, payload: bytes, layout: CacheLayout) -> None:
-    """InvalidArgumentError for a length that isn't the layers'; DataLossError where the checksum doesn't match."""
+    """InvalidArgumentError for a length that isn't the layers'.
+
+    DataLossError where the checksum doesn't match, a scale isn't finite and positive, or a zero point isn't finite: no
+    number of such a vector means anything.
+    """
     key = page_key(frame)
-    expected = sum(length for _, length in layout.of(key).ranges(frame.first_layer, frame.num_layers))
-    if len(payload) != expected:
+    lengths = [length for _, length in layout.of(key).ranges(frame.first_layer, frame.num_layers)]
+    if len(payload) != (expected := sum(lengths)):
         limit = f"must be {expected} bytes for {frame.num_layers} layers"
         raise invalid("frame.payload", f"{len(payload)} bytes", limit)
     checksum = crc32c(payload)
@@ -46,6 +56,24 @@ def check_payload(frame: PageFrame, payload: bytes, layout: CacheLayout) -> None
             f"{frame.crc32c:08x}",
             reason="CHECKSUM_MISMATCH",
         )
+    _check_factors(frame, payload, lengths, key)
+
+
+def _check_factors(frame: PageFrame, payload: bytes, lengths: Sequence[int], key: PageKey) -> None:
+    start, *factors = lengths
+    for name, length in zip(("scale", "zero point"), factors, strict=False):
+        bits: np.ndarray[Any, np.dtype[np.uint16]] = np.frombuffer(payload, "<u2", length // 2, start)
+        # Less one, a scale of 0 wraps: then it is too large, as negative ones are.
+        sizes, limit = (bits - 1, _INFINITY - 1) if name == "scale" else (bits & 0x7FFF, _INFINITY)
+        if sizes.max() >= limit:
+            index = int(np.argmax(sizes >= limit))
+            layer = frame.first_layer + index * frame.num_layers // len(bits)
+            kind = "finite and positive" if name == "scale" else "finite"
+            raise DataLossError(
+                f"{key}, layer {layer}: a {name} is {bits.view('<f2')[index]}, must be {kind}",
+                reason="BAD_SCALE",
+            )
+        start += length
 
 
 def describe_pages(span: Span, layout: CacheLayout, num_pages: int, num_bytes: int) -> None:
