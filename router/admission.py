@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pageferry.core.config import RouterConfig
 from pageferry.core.errors import FieldViolation, InvalidArgumentError, NotFoundError, ResourceExhaustedError, invalid
 from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.router.tenant import Salts
 from pageferry.router.tokenizer import Tokenizer
 from pageferry.runtime.convert import sampling_from_proto
 from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRequest
@@ -42,6 +43,7 @@ class Admitted:
     stop_strings: tuple[str, ...]
     skip_special: bool
     priority: int
+    cache_salt: str
     tokenize_s: float
 
 
@@ -65,9 +67,10 @@ class Admission:
         self._config = config
         self._limits = limits
         self._defaults = defaults
+        self._salts = Salts(config.salt_key)
 
-    async def admit(self, request: GenerateRequest) -> Admitted:
-        """Raises the error of the first thing that is wrong."""
+    async def admit(self, request: GenerateRequest, authorization: Sequence[str] = ()) -> Admitted:
+        """Raises the error of the first thing that is wrong. `authorization`: as `Salts.of` takes it."""
         self.check_model(request.model)
         if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
             length = f"{len(request.request_id)} characters"
@@ -87,6 +90,7 @@ class Admission:
             stop_strings=tuple(request.stop_strings),
             skip_special=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=request.priority,
+            cache_salt=self._salts.of(authorization),
             tokenize_s=tokenize_s,
         )
 

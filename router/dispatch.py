@@ -45,6 +45,7 @@ class Ask(Queued):
 
     token_ids: list[int]  # prompt, then what was generated before a retry
     demand: Demand
+    cache_salt: str = ""
     excluded: set[str] = field(default_factory=set)  # prefill workers that failed it
     hashes: dict[bytes, list[bytes]] = field(default_factory=dict)  # by layout, as far as computed
     granted: "asyncio.Future[Grant]" = field(init=False)  # once it is in the queue
@@ -57,7 +58,7 @@ class Ask(Queued):
         key = layout.cache_key()
         hashes = self.hashes.get(key, [])
         if len(hashes) < len(self.token_ids) // layout.page_size:
-            hashes = page_hashes(self.token_ids, layout.page_size, salt="", layout_key=key, known=hashes)
+            hashes = page_hashes(self.token_ids, layout.page_size, salt=self.cache_salt, layout_key=key, known=hashes)
             self.hashes[key] = hashes
         whole_pages = (len(self.token_ids) - 1) // layout.page_size * layout.page_size
         return min(worker.view.cached_tokens(hashes), whole_pages)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -89,18 +89,26 @@ class Frontend:
         """Whether requests can be served now."""
         return self._fleet.is_ready and not self._draining
 
-    async def generate(self, request: pb.GenerateRequest, *, deadline: float | None, parent: Context | None) -> Events:
+    async def generate(
+        self,
+        request: pb.GenerateRequest,
+        *,
+        deadline: float | None,
+        parent: Context | None,
+        authorization: Sequence[str] = (),
+    ) -> Events:
         """Started, deltas, then Finished; or it raises a PageferryError.
 
-        `deadline` is a time of `time.monotonic()`; `parent` is the context of the caller's span. The caller closes the
-        generator (`contextlib.aclosing`): closing it early ends everything that was begun.
+        `deadline` is a time of `time.monotonic()`; `parent` is the context of the caller's span; `authorization` are
+        the caller's credentials as they came. The caller closes the generator (`contextlib.aclosing`): closing it
+        early ends everything that was begun.
         """
         timeline = Timeline(time.monotonic())
         attributes = attributes_at_start(request, self._model.name)
         span = self._telemetry.tracer.start_span(REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes)
         outcome: FinishReason | PageferryError | None = None
         try:
-            async with aclosing(self._generate(request, deadline, timeline, span)) as events:
+            async with aclosing(self._generate(request, authorization, deadline, timeline, span)) as events:
                 async for event in events:
                     if event.HasField("finished"):
                         outcome = event.finished.reason
@@ -115,11 +123,16 @@ class Frontend:
             self._end(span, timeline, outcome or InternalError("the request failed", reason="FAILED"))
 
     async def _generate(
-        self, request: pb.GenerateRequest, deadline: float | None, timeline: Timeline, span: Span
+        self,
+        request: pb.GenerateRequest,
+        authorization: Sequence[str],
+        deadline: float | None,
+        timeline: Timeline,
+        span: Span,
     ) -> Events:
         if self._draining:
             raise UnavailableError("the router is draining", reason="DRAINING")
-        admitted = await self._admission.admit(request)
+        admitted = await self._admission.admit(request, authorization)
         timeline.parts.tokenize_ms = admitted.tokenize_s * 1000
         describe_request(span, admitted)
         if admitted.request_id in self._live:

@@ -129,7 +129,7 @@ class _Gateway:
         parsed = parse(await _body(request, self.max_body_bytes))
         parsed.generate.request_id = request_id
         parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
-        return GenerationResponse(self.frontend, parsed, parent)
+        return GenerationResponse(self.frontend, parsed, parent, request.headers.getlist("authorization"))
 
 
 def _check_media_type(request: Request) -> None:

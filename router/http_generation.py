@@ -7,7 +7,7 @@ an error event, and then the connection is closed without the end of the body.
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -30,7 +30,14 @@ class Generator(Protocol):
     @property
     def ready(self) -> bool: ...
 
-    def generate(self, request: pb.GenerateRequest, *, deadline: float | None, parent: Context | None) -> Events: ...
+    def generate(
+        self,
+        request: pb.GenerateRequest,
+        *,
+        deadline: float | None,
+        parent: Context | None,
+        authorization: Sequence[str],
+    ) -> Events: ...
 
     def list_models(self) -> pb.ListModelsResponse: ...
 
@@ -40,11 +47,14 @@ class Generator(Protocol):
 class GenerationResponse(Response):
     """Runs one generation and sends its answer; the client's going away cancels it."""
 
-    def __init__(self, frontend: Generator, parsed: ParsedRequest, parent: Context) -> None:
+    def __init__(
+        self, frontend: Generator, parsed: ParsedRequest, parent: Context, authorization: Sequence[str]
+    ) -> None:
         super().__init__()
         self._parsed = parsed
         self._frontend = frontend
         self._parent = parent
+        self._authorization = authorization
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(send))
@@ -61,7 +71,8 @@ class GenerationResponse(Response):
 
     async def _answer(self, send: Send) -> None:
         request = self._parsed.generate
-        async with aclosing(self._frontend.generate(request, deadline=None, parent=self._parent)) as events:
+        events = self._frontend.generate(request, deadline=None, parent=self._parent, authorization=self._authorization)
+        async with aclosing(events):
             started = (await _next(events)).started
             builder = reply.Reply(started, int(time.time()), self._parsed.chat, self._frontend.token_bytes)
             await (self._stream if self._parsed.stream else self._whole)(builder, events, send)

@@ -68,12 +68,19 @@ class Generation:
         return Usage(
             prompt_tokens=len(self._admitted.prompt_ids),
             completion_tokens=self._text.num_tokens,
-            cached_tokens=self._timeline.cached_tokens,
+            cached_tokens=min(self._timeline.cached_tokens, len(self._admitted.prompt_ids)),
         )
 
     async def events(self, started: pb.Started, deadline: float | None) -> Events:
         """`started`, then deltas, then Finished; or it raises the PageferryError that ends the request."""
-        ask = Ask(list(self._admitted.prompt_ids), self._demand(), priority=self._admitted.priority, deadline=deadline)
+        admitted = self._admitted
+        ask = Ask(
+            list(admitted.prompt_ids),
+            self._demand(),
+            priority=admitted.priority,
+            deadline=deadline,
+            cache_salt=admitted.cache_salt,
+        )
         dispatcher = self._serving.dispatcher
         dispatcher.enqueue(ask)
         self._ask = ask
@@ -172,6 +179,7 @@ class Generation:
             sampling=admitted.sampling,
             stop=admitted.stop,
             priority=admitted.priority,
+            cache_salt=admitted.cache_salt,
         )
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         return Attempt(grant, work_to_proto(work), self._timeline, timeout_s=timeout_s, in_context=self._in_context)

@@ -24,7 +24,9 @@ class InferenceServicer(InferenceServiceServicer):
         left_s = context.time_remaining()
         deadline = None if left_s is None else time.monotonic() + left_s
         parent = otel_context.get_current()
-        async with aclosing(self._frontend.generate(request, deadline=deadline, parent=parent)) as events:
+        authorization = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
+        events = self._frontend.generate(request, deadline=deadline, parent=parent, authorization=authorization)
+        async with aclosing(events):
             async for event in events:
                 yield event
 

@@ -88,6 +88,17 @@ async def test_each_request_is_its_callers_trace_or_its_own(tiny_model: Path) ->
         assert len({answer.started.trace_id for answer in answers}) == len(calls)
 
 
+async def test_workers_are_told_the_salt_by_grpc(tiny_model: Path) -> None:
+    async with serving(tiny_model) as (router, stub):
+        for metadata in ((), (("authorization", "Bearer one"),), (("authorization", "Bearer two"),)):
+            await read(stub.Generate(ask(), metadata=metadata))
+        for worker in (router.prefill, router.decode):
+            salts = [work.cache_salt for work in worker.works]
+            assert salts[0] == ""
+            assert len(set(salts)) == 3
+            assert not any("Bearer" in salt for salt in salts)
+
+
 @pytest.mark.parametrize("read_first", [True, False])
 async def test_a_call_that_is_left_ends_everywhere(tiny_model: Path, read_first: bool) -> None:
     async with serving(tiny_model) as (router, stub):

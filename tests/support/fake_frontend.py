@@ -63,13 +63,20 @@ class FakeFrontend:
         self.ready = True
         self.requests: list[pb.GenerateRequest] = []
         self.parents: list[Context | None] = []
+        self.authorizations: list[list[str]] = []
         self.num_closed = 0
         self.called, self.waiting, self.closed = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def generate(
-        self, request: pb.GenerateRequest, *, deadline: float | None, parent: Context | None
+        self,
+        request: pb.GenerateRequest,
+        *,
+        deadline: float | None,
+        parent: Context | None,
+        authorization: Sequence[str] = (),
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
+        self.authorizations.append([*authorization])
         self.parents.append(parent)
         self.called.set()
         try:

@@ -318,9 +318,14 @@ class Rig:
         return answer
 
     def stream(
-        self, request: pb.GenerateRequest, *, deadline: float | None = None, parent: Context | None = None
+        self,
+        request: pb.GenerateRequest,
+        *,
+        deadline: float | None = None,
+        parent: Context | None = None,
+        authorization: Sequence[str] = (),
     ) -> Any:
-        return self.frontend.generate(request, deadline=deadline, parent=parent)
+        return self.frontend.generate(request, deadline=deadline, parent=parent, authorization=authorization)
 
     def value(self, name: str, **labels: str) -> float:
         """A metric of the router's."""

@@ -8,7 +8,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from pageferry.client.request import Message, Options, Prompt, generate_request, tokenize_request
+from pageferry.client.request import Message, Options, Prompt, credentials, generate_request, tokenize_request
 from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.channels import open_channel
@@ -75,11 +75,13 @@ class Generation(AnyGeneration):
 class Client:
     """Calls a router. Use it as `async with Client("127.0.0.1:50051") as client`.
 
-    The current OpenTelemetry span, if there is one, becomes the parent of the request's trace.
+    The current OpenTelemetry span, if there is one, becomes the parent of the request's trace. Clients of one `api_key`
+    share cached prompts, with no others.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051") -> None:
+    def __init__(self, address: str = "127.0.0.1:50051", *, api_key: str = "") -> None:
         self.address = address
+        self._metadata = credentials(api_key)
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
@@ -102,7 +104,8 @@ class Client:
         InvalidArgumentError for an option of a wrong type; all else is raised where the generation is read.
         """
         request = generate_request(prompt, options)
-        return Generation(self._stub.Generate(request, timeout=options.get("timeout_s")))
+        call = self._stub.Generate(request, timeout=options.get("timeout_s"), metadata=self._metadata)
+        return Generation(call)
 
     async def tokenize(self, text: str | Sequence[Message], *, model: str = "") -> pb.TokenizeResponse:
         """Token ids, and the text of each, of a text or of a conversation in the model's chat template."""

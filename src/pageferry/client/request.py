@@ -51,6 +51,11 @@ class Options(TypedDict, total=False):
     timeout_s: float  # then DeadlineExceededError, and the work stops everywhere
 
 
+def credentials(api_key: str) -> tuple[tuple[str, str], ...]:
+    """The metadata by which the router tells callers apart."""
+    return (("authorization", f"Bearer {api_key}"),) if api_key else ()
+
+
 def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """Raises InvalidArgumentError for a value of a wrong type or beyond its field's range."""
     request = pb.GenerateRequest()

@@ -6,7 +6,7 @@ from typing import Self, TypeVar, Unpack, cast
 import grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from pageferry.client.request import Message, Options, Prompt, generate_request, tokenize_request
+from pageferry.client.request import Message, Options, Prompt, credentials, generate_request, tokenize_request
 from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.channels import KEEPALIVE_OPTIONS
@@ -64,11 +64,13 @@ class SyncGeneration(AnyGeneration):
 class SyncClient:
     """Calls a router, blocking; any thread may use it. Close it, or use it as `with SyncClient(…) as client`.
 
-    The current OpenTelemetry span, if there is one, becomes the parent of the request's trace.
+    The current OpenTelemetry span, if there is one, becomes the parent of the request's trace. Clients of one `api_key`
+    share cached prompts, with no others.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051") -> None:
+    def __init__(self, address: str = "127.0.0.1:50051", *, api_key: str = "") -> None:
         self.address = address
+        self._metadata = credentials(api_key)
         options = (*KEEPALIVE_OPTIONS, ("grpc.enable_http_proxy", 0))
         self._channel = grpc.insecure_channel(address, options=options)
         self._stub = InferenceServiceStub(self._channel)
@@ -90,7 +92,7 @@ class SyncClient:
         InvalidArgumentError for an option of a wrong type; all else is raised where the generation is read.
         """
         request = generate_request(prompt, options)
-        metadata = tuple(inject_context().items())
+        metadata = (*self._metadata, *inject_context().items())
         return SyncGeneration(self._stub.Generate(request, timeout=options.get("timeout_s"), metadata=metadata))
 
     def tokenize(self, text: str | Sequence[Message], *, model: str = "") -> pb.TokenizeResponse:

@@ -15,6 +15,7 @@ from pageferry.core.settings import Setting, convert, read_environment, read_fil
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
 KERNELS = ("auto", "cpu", "torch")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_SECRETS = ("salt_key",)
 _MAX_PORT = 65535
 _MAX_SECONDS = 86_400.0
 _MAX_LAYERS = 4096
@@ -146,6 +147,9 @@ class RouterConfig:
     prefill_retries: int = 1  # on another prefill worker, before the decode worker computes the prompt
     local_prefill_tokens: int = 32  # uncached prompt tokens up to which the decode worker computes them itself
     max_prompt_bytes: int = 1 << 20  # of prompt text, before tokenising
+    salt_key: str = (
+        ""  # secret that keys prefix cache salts, equal on routers of the same workers; empty: drawn at start
+    )
     normalise_system: bool = True  # even out a system prompt's outer whitespace and line ends, so that equal ones share
 
     def __post_init__(self) -> None:
@@ -183,9 +187,9 @@ class Config:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def describe(self) -> dict[str, object]:
-        """Every field by its "section.field", for one line of log at start."""
+        """Every field by its "section.field", for one line of log at start, with "***" for a secret."""
         return {
-            f"{section.name}.{name}": value
+            f"{section.name}.{name}": "***" if name in _SECRETS and value else value
             for section in fields(self)
             for name, value in asdict(getattr(self, section.name)).items()
         }
