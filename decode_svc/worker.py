@@ -140,12 +140,11 @@ class DecodeWorker(WorkCalls[_Call, Event]):
     def _count_tokens(self, call: _Call) -> None:
         if call.num_emitted == 0:
             return
-        metrics, num_cached = self._publisher.metrics, call.sequence.num_cached
-        if call.is_pushed:  # the prefill worker has counted the prompt and the first token
-            metrics.count_tokens(cached=num_cached, generated=call.num_emitted - 1)
-        else:
-            num_prompt = len(call.sequence.work.prompt_ids) - num_cached
-            metrics.count_tokens(prompt=num_prompt, cached=num_cached, generated=call.num_emitted)
+        sequence, num_generated = call.sequence, call.num_emitted
+        if call.is_pushed:  # the prefill worker has counted the first token
+            num_generated -= 1
+        metrics = self._publisher.metrics
+        metrics.count_tokens(prompt=sequence.num_prompt, cached=sequence.num_cached, generated=num_generated)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:

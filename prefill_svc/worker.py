@@ -125,8 +125,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
             task.add_done_callback(self._shipments.discard)
         await context.write(PrefillResponse(accepted=PrefillAccepted(cached_tokens=sequence.num_cached)))
         drawn = await call.drawn()
-        num_computed = len(sequence.work.prompt_ids) - sequence.num_cached
-        metrics.count_tokens(prompt=num_computed, cached=sequence.num_cached, generated=1)
+        metrics.count_tokens(prompt=sequence.num_prompt, cached=sequence.num_cached, generated=1)
         await context.write(PrefillResponse(first_token=self._first_token(call, drawn)))
         if call.shipment is not None and drawn.reason is None:
             stats = await call.shipped()

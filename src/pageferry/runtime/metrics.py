@@ -31,14 +31,15 @@ class Metrics:
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         self._requests = counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",))
-        self._tokens = counter("pageferry_tokens", "Tokens: prompt, cached or generated.", ("kind",))
+        self._tokens = counter("pageferry_tokens", "Tokens of prompts, of them found cached, and generated.", ("kind",))
 
     def count_request(self, outcome: str) -> None:
         """`outcome` is a finish reason or the lower-case name of a status code; an unknown one counts as "other"."""
         self._requests.labels(outcome if outcome in OUTCOMES else "other").inc()
 
     def count_tokens(self, *, prompt: int = 0, cached: int = 0, generated: int = 0) -> None:
-        for kind, number in (("prompt", prompt), ("cached", cached), ("generated", generated)):
+        """`cached`: tokens found in the prefix cache; those of the prompt count, so that a hit ratio is at most 1."""
+        for kind, number in (("prompt", prompt), ("cached", min(cached, prompt)), ("generated", generated)):
             self._tokens.labels(kind).inc(number)
 
     def render(self) -> bytes:
