@@ -147,11 +147,10 @@ def greedy(prompt: str | list[int], max_tokens: int, *, ignore_eos: bool = True)
     return request
 
 
-async def generate(stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 60, traceparent: str = "") -> Answer:
+async def generate(stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 60, **metadata: str) -> Answer:
     """Read one stream to its end, and check what holds for every one that succeeds."""
     answer = Answer()
-    metadata = (("traceparent", traceparent),) if traceparent else ()
-    async for response in stub.Generate(request, timeout=timeout_s, metadata=metadata):
+    async for response in stub.Generate(request, timeout=timeout_s, metadata=tuple(metadata.items())):
         answer.take(response)
     assert answer.started is not None
     assert answer.finished is not None, "the stream ended without a terminal event"

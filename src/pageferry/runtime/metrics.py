@@ -32,6 +32,7 @@ class Metrics:
         counter = partial(Counter, registry=self.registry)
         self._requests = counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",))
         self._tokens = counter("pageferry_tokens", "Tokens of prompts, of them found cached, and generated.", ("kind",))
+        self.count_tokens()  # so that every kind is there from the start
 
     def count_request(self, outcome: str) -> None:
         """`outcome` is a finish reason or the lower-case name of a status code; an unknown one counts as "other"."""
