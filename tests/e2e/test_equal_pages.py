@@ -182,6 +182,34 @@ def test_tokens_are_equal_whether_or_not_a_sequence_was_preempted(tiny_model: Pa
     assert generate_preempted(tiny_model, sampling, {40, 60}) == generate_preempted(tiny_model, sampling, set())
 
 
+def test_a_prefix_in_use_outlives_a_flood_and_preemptions(tiny_model: Path) -> None:
+    prefix, suffix = [4 + (index * 29) % 300 for index in range(160)], [9, 8, 7] * 30
+    sampling = SamplingParams(temperature=0)
+
+    def add(target: Worker, name: str, prompt: list[int], max_tokens: int, priority: int = 0) -> Sequence:
+        work = WorkItem(name, tuple(prompt), sampling, StopParams(max_tokens=max_tokens), priority=priority)
+        target.scheduler.add(sequence := Sequence(work, arrival=0.0), 0.0)
+        return sequence
+
+    alone = worker(tiny_model, "fp32", DecodeScheduler)
+    expected, _ = alone.decode(add(alone, "alone", prefix + suffix, 20), Output())
+
+    flooded = worker(tiny_model, "fp32", DecodeScheduler, pool_pages=24)
+    flooded.decode(add(flooded, "first", prefix, 1), Output())
+    reader, tokens = add(flooded, "reader", prefix + suffix, 20), list[int]()
+    flooded.step(reader)
+    assert (reader.num_cached, reader.num_computed) == (160, 192)  # in the middle of its prompt
+    for number in range(100):
+        length = 130 if number % 25 == 0 else 40  # the long ones don't fit beside the reader
+        add(flooded, f"flood-{number}", [4 + number, *range(50, 49 + length)], 1, priority=-1)
+    while len(tokens) < 20:
+        _, output = flooded.step(reader)
+        flooded.pool.check_integrity()
+        tokens += [emitted.token.token_id for emitted in output.emitted if emitted.sequence is reader]
+    assert reader.num_preemptions > 0
+    assert tokens == expected
+
+
 @pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
 def test_a_cached_prompt_has_the_same_first_token_and_logprobs(tiny_model: Path, page_format: str) -> None:
     prefiller = worker(load(tiny_model, page_format), PrefillScheduler)

@@ -10,8 +10,9 @@ from engines import load, logits_of, sequence
 from tiny_model import TinyShape, write_tiny_model
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
-from pageferry.core.errors import InvalidArgumentError, NotFoundError
+from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from pageferry.core.formats import PageFormat
+from pageferry.core.prefix import page_hashes
 from pageferry.engine.load import compute_dtype, load_engine
 
 
@@ -55,6 +56,15 @@ def test_the_fingerprint_tells_models_apart(tiny_model: Path, tmp_path: Path) ->
     assert load(tiny_model, "int8", compute_dtype="bf16", num_pages=32).layout.fingerprint == own
     assert len({own, *(load(other).layout.fingerprint for other in (weights, shape, rope))}) == 4
     assert load(tiny_model, page_size=32, cache_layers="0-3=window:20").layout.fingerprint == own
+
+
+def test_pages_of_other_weights_under_the_same_name_are_never_found(tmp_path: Path) -> None:
+    engines = [load(write_tiny_model(tmp_path / str(seed) / "model", seed=seed), "int8") for seed in range(2)]
+    assert len({engine.model_config.name for engine in engines}) == 1
+    hashes = [page_hashes(range(4, 104), 16, salt="", layout_key=engine.layout.cache_key()) for engine in engines]
+    assert not set(hashes[0]) & set(hashes[1])
+    with pytest.raises(FailedPreconditionError, match="fingerprint"):
+        engines[0].layout.check_ships_to(engines[1].layout, ours="P", theirs="D")
 
 
 def test_compute_types(monkeypatch: pytest.MonkeyPatch) -> None:
