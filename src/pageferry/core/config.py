@@ -147,9 +147,7 @@ class RouterConfig:
     prefill_retries: int = 1  # on another prefill worker, before the decode worker computes the prompt
     local_prefill_tokens: int = 32  # uncached prompt tokens up to which the decode worker computes them itself
     max_prompt_bytes: int = 1 << 20  # of prompt text, before tokenising
-    salt_key: str = (
-        ""  # secret that keys prefix cache salts, equal on routers of the same workers; empty: drawn at start
-    )
+    salt_key: str = ""  # secret behind cache salts, the same on all routers of the same workers; empty: drawn at start
     normalise_system: bool = True  # even out a system prompt's outer whitespace and line ends, so that equal ones share
 
     def __post_init__(self) -> None:
