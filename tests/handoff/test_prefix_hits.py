@@ -63,7 +63,7 @@ async def test_a_page_with_a_bad_scale_is_never_run_on(scale: float) -> None:
 
         def spoilt(*place: Any) -> bytes:
             payload = bytearray(read(*place))
-            struct.pack_into("<e", payload, LAYOUT.num_layers * LAYOUT.payload_layer_bytes, scale)
+            struct.pack_into("<e", payload, LAYOUT.num_layers * LAYOUT.pages[0].payload_layer_bytes, scale)
             return bytes(payload)
 
         bench.p.pages.read = spoilt
@@ -71,7 +71,7 @@ async def test_a_page_with_a_bad_scale_is_never_run_on(scale: float) -> None:
         prefill = bench.prefill("r", prompt, (await anext(decode)).reserved)
         error = await failure(decode)
         assert (error.code, error.reason, error.retryable) == ("UNAVAILABLE", "BAD_SCALE", True)
-        assert "page 0, layer 0: a scale is" in error.message
+        assert "page 0 of group 0, layer 0: a scale is" in error.message
         assert (await failure(prefill)).code == "UNAVAILABLE"
         assert bench.d.runner.plans == []
         bench.p.pages.read = read

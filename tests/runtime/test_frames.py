@@ -50,7 +50,9 @@ def test_any_finite_positive_scale_passes(value: float) -> None:
 )
 def test_a_scale_that_is_not_finite_and_positive_is_refused(text: str, in_layer: int, value: float) -> None:
     for index, layer in ((0, 2), (in_layer - 1, 2), (in_layer, 3), (3 * in_layer - 1, 4)):
-        with pytest.raises(DataLossError, match=rf"page 7 of group 0, layer {layer}: a scale is .*, must be finite and positive"):
+        with pytest.raises(
+            DataLossError, match=rf"page 7 of group 0, layer {layer}: a scale is .*, must be finite and positive"
+        ):
             check(text, 1, index, value)
 
 
