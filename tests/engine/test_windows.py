@@ -46,8 +46,8 @@ def oracle(directory: Path, cache_layers: str, token_ids: list[int]) -> torch.Te
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-@pytest.mark.parametrize("sinks", [0, 1, 4, 17])
-@pytest.mark.parametrize("window", [1, 16, 37])
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+@pytest.mark.parametrize("window", [16, 37])
 def test_windows_equal_a_full_mask(tiny_model: Path, window: int, sinks: int, kernels: str) -> None:
     """Prompts far longer than the window, and every length from 1 on: W - 1, W and W + 1 among them."""
     cache_layers = f"0-3=window:{window},sinks:{sinks}"
@@ -69,8 +69,10 @@ def test_selective_caching_equals_a_full_mask(
         assert relative_error(windowed_logits_of(engine, TOKENS, ends), expected) < LIMIT
 
 
-@pytest.mark.parametrize("cache_layers", ["", "0-1=window:20,sinks:4;2-3=full"])
-@pytest.mark.parametrize("page_format", TAILED)
+@pytest.mark.parametrize(
+    ("page_format", "cache_layers"),
+    [*((name, "") for name in TAILED), ("int8:channel:asym", "0-1=window:20,sinks:4;2-3=full")],
+)
 def test_channel_pages_give_the_same_answers_in_any_chunks(
     tiny_model: Path, page_format: str, cache_layers: str
 ) -> None:
