@@ -3,8 +3,8 @@
     python bench/kernels_cpu.py [--model smollm2] [--threads 0] [--rounds 15] [--json FILE]
 
 Whatever is compared runs in turns (A B A B) in one process, and medians are taken: foreign load then meets both.
-Attention is one layer over int8 pages, 32 sequences of 1,024 tokens, against torch's fp32 attention over contiguous
-memory. Matmuls are those of one decode step at batch 1, against reading as many bytes. Steps are whole forward passes.
+Attention is one layer over pages, 32 sequences of 1,024 tokens, against torch's fp32 attention over contiguous memory.
+Matmuls are those of one decode step at batch 1, against reading as many bytes. Steps are whole forward passes.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from compiled import fill, kernels, sequences
+from compiled import kernels, sequences, unturned
 from engines import load, runner_of, sequence
 from page_pools import layout
 
@@ -34,11 +34,13 @@ from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.load import Engine
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.quantised_weights import load_quantised_weights
+from pageferry.kernels.append_pages import rotate_append
 from pageferry.kernels.cpu_library import Isa, available_isas
 from pageferry.kernels.paged_attention import compiled_attention
 from pageferry.kernels.quantised_linear import PackedMatrix, quantised_linear
 
 BATCH, CONTEXT, HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 1024, 9, 3, 64, 16
+OTHERS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8:asym", "int4", "int4:asym", "int8:channel", "int4:channel:asym")
 Times = dict[str, float]
 
 
@@ -54,23 +56,24 @@ def in_turns(parts: dict[str, Callable[[], object]], rounds: int) -> Times:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def attention(isa: Isa, threads: int, rounds: int) -> Times:
-    num_pages = CONTEXT // PAGE_SIZE
-    pages = PageTensors(layout(PageFormat.parse("int8"), heads=KV_HEADS, dim=DIM), BATCH * num_pages)
+def attention(isa: Isa, threads: int, rounds: int, page_format: str = "int8") -> Times:
+    loaded, num_pages = kernels(isa, threads), CONTEXT // PAGE_SIZE
+    of = layout(PageFormat.parse(page_format), heads=KV_HEADS, dim=DIM)
+    pages = PageTensors(of, [BATCH * num_pages], BATCH)
     order = torch.randperm(BATCH * num_pages, generator=torch.Generator().manual_seed(0)).tolist()
     tables = [order[i * num_pages : (i + 1) * num_pages] for i in range(BATCH)]
-    for i, table in enumerate(tables):
-        fill(pages.layers[0], table, CONTEXT, seed=i)
+    for table in tables:
+        rows = torch.randn(CONTEXT, HEADS + 2 * KV_HEADS, DIM)
+        rotate_append(loaded, rows, unturned(CONTEXT, DIM), pages.layers[0], sequences([(0, CONTEXT)], [table]))
     batch = sequences([(CONTEXT - 1, 1)] * BATCH, tables)
-    query = torch.randn(BATCH, HEADS, DIM)
+    query = torch.randn(BATCH, HEADS + 2 * KV_HEADS, DIM)[:, :HEADS]
     # Query heads folded into rows: torch's fastest form.
-    folded = query.view(BATCH, KV_HEADS, HEADS // KV_HEADS, DIM)
+    folded = query.reshape(BATCH, KV_HEADS, HEADS // KV_HEADS, DIM)
     keys, values = torch.randn(2, BATCH, KV_HEADS, CONTEXT, DIM)
-    loaded = kernels(isa, threads)
     return in_turns(
         {
             "torch fp32, contiguous": lambda: functional.scaled_dot_product_attention(folded, keys, values),
-            "int8 pages": lambda: compiled_attention(loaded, query, pages.layers[0], batch, DIM**-0.5),
+            "pages": lambda: compiled_attention(loaded, query, pages.layers[0], batch, DIM**-0.5),
         },
         rounds,
     )
@@ -131,11 +134,12 @@ def main() -> None:
     if not isas:
         sys.exit("the library is not built: install the package where there is a C++ compiler")
     report: dict[str, object] = {"threads": threads, "isa": isas[-1].name}
-    for isa in isas[::-1]:
-        times = attention(isa, threads, options.rounds)
-        share = times["int8 pages"] / times["torch fp32, contiguous"]
-        print(f"attention {isa.name:9}", *(f"{name} {ms:.2f} ms," for name, ms in times.items()), f"{share:.2f} of it")
-        report[f"attention {isa.name}"] = times
+    for isa, page_format in [*((isa, "int8") for isa in isas[::-1]), *((isas[-1], other) for other in OTHERS)]:
+        times = attention(isa, threads, options.rounds, page_format)
+        share = times["pages"] / times["torch fp32, contiguous"]
+        parts = (f"{name} {ms:.2f} ms," for name, ms in times.items())
+        print(f"attention {isa.name:9} {page_format:18}", *parts, f"{share:.2f} of it")
+        report[f"attention {isa.name} {page_format}"] = times
     times, megabytes = decode_matmuls(options.model, isas[-1], threads, options.rounds)
     rate = {name: megabytes / ms for name, ms in times.items()}
     print(f"decode matmuls, batch 1: {times['matmuls']:.2f} ms, {rate['matmuls']:.1f} GB/s of {rate['read']:.1f} read")

@@ -5,26 +5,20 @@ scales and zeros [num_pages, Hk, B] fp16. Formats with tails are written by `tai
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from pageferry.core.formats import Element, TensorFormat
-from pageferry.core.layout import CacheLayout
 from pageferry.kernels import cpu_library
 from pageferry.kernels.cpu_library import CpuKernels, address, byref
 from pageferry.kernels.quantise import Stored, dequantise, quantise
 from pageferry.kernels.sequences import Sequences
 
-# The formats that the compiled kernels know, by their numbers there.
-_COMPILED = {TensorFormat(Element.FP32): 0, TensorFormat(Element.BF16): 1, TensorFormat(Element.INT8): 2}
+# By their numbers in the compiled kernels.
+_ELEMENTS = (Element.FP32, Element.BF16, Element.FP16, Element.FP8_E4M3, Element.INT8, Element.INT4)
 HEAD_DIM_MULTIPLE = 16  # of what the compiled kernels take
-
-
-def is_compiled(layout: CacheLayout) -> bool:
-    """Whether the compiled kernels know pages of this layout."""
-    k, v = layout.format.k, layout.format.v
-    return k == v and k in _COMPILED and len(layout.groups) == 1 and not layout.groups[0].sinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +30,24 @@ class SidePages:
     scales: Tensor | None  # [num_pages, Hk, B] fp16; per channel [num_pages, Hk, D]
     zeros: Tensor | None  # as the scales
     tails: Tensor | None = None  # [num_tails, Hk, B, D] fp16, where the page format has tails
+
+    @property
+    def head_dim(self) -> int:
+        return self.payload.shape[-1] * self.payload.element_size() * 8 // self.format.element.bits
+
+    def struct(self) -> cpu_library.Side:
+        scales, zeros, tails = (
+            None if part is None else part.data_ptr() for part in (self.scales, self.zeros, self.tails)
+        )
+        return cpu_library.Side(
+            payload=self.payload.data_ptr(),
+            scales=scales,
+            zeros=zeros,
+            tails=tails,
+            row_bytes=self.payload.shape[-1] * self.payload.element_size(),
+            element=_ELEMENTS.index(self.format.element),
+            is_per_channel=self.format.is_per_channel,
+        )
 
     def read(self) -> Tensor:
         """[num_pages, Hk, B, D] fp32: all that is stored."""
@@ -50,7 +62,7 @@ class SidePages:
             self.zeros[pages] = stored.zeros
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerPages:
     """One layer's views into the pools, and which of the tokens before it a query reads (see `core.groups`)."""
 
@@ -60,18 +72,21 @@ class LayerPages:
     window: int | None = None
     sinks: int = 0
 
+    @cached_property
     def struct(self) -> cpu_library.Pages:
         """For the compiled kernels; points into the pool."""
-        keys = self.keys  # the values follow them in each page
-        _, num_kv_heads, page_size, head_dim = keys.payload.shape
+        keys = self.keys
+        _, num_kv_heads, page_size, _ = keys.payload.shape
         return cpu_library.Pages(
-            payload=keys.payload.data_ptr(),
-            scales=None if keys.scales is None else keys.scales.data_ptr(),
+            sides=(keys.struct(), self.values.struct()),
             page_bytes=keys.payload.stride(0) * keys.payload.element_size(),
-            format=_COMPILED[keys.format],
+            tail_bytes=0 if keys.tails is None else keys.tails.stride(0) * keys.tails.element_size(),
             page_size=page_size,
             num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
+            head_dim=keys.head_dim,
+            group=self.group,
+            window=self.window or 0,
+            sinks=self.sinks,
         )
 
 
@@ -100,10 +115,13 @@ def rotate_append(
 ) -> None:
     """Turn queries and keys of `qkv` [T, H + 2 Hk, D] fp32 in place, and store keys and values: compiled, one pass.
 
-    Turned and stored bytes are those of `rotary` and `append_pages`, but for a norm's last bits.
+    Turned and stored bytes are those of `rotary` and `append_pages`, but for a norm's last bits. With tails, keys and
+    values are rounded to fp16 in place, and only pages that fill are stored; `compiled_attention` must follow, which
+    reads the others from `qkv` and leaves them in the tails.
     """
+    assert layer.keys.tails is None or sequences.tails is not None
     num_heads = qkv.shape[1] - 2 * layer.keys.payload.shape[1]
-    structs = (byref(rotary.struct()), byref(layer.struct()), byref(sequences.struct(layer.group)))
+    structs = (byref(rotary.struct()), byref(layer.struct), byref(sequences.struct))
     kernels.call("append", address(qkv), *structs, num_heads)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 _PATH = Path(__file__).with_name("_cpu.so")
 
 
@@ -42,30 +42,44 @@ class Projection(Structure):
     _fields_ = (("parts", Matrix * 3), ("num_parts", c_int32), ("num_rows", c_int32))
 
 
-class Pages(Structure):
+class Side(Structure):
     _fields_ = (
         ("payload", c_void_p),
         ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("tails", c_void_p),
+        ("row_bytes", c_int64),
+        ("element", c_int32),
+        ("is_per_channel", c_int32),
+    )
+
+
+class Pages(Structure):
+    _fields_ = (
+        ("sides", Side * 2),
         ("page_bytes", c_int64),
-        ("format", c_int32),
+        ("tail_bytes", c_int64),
         ("page_size", c_int32),
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
+        ("group", c_int32),
+        ("window", c_int32),
+        ("sinks", c_int32),
     )
+
+
+class Tables(Structure):
+    _fields_ = (("starts", c_void_p), ("pages", c_void_p))
 
 
 class Batch(Structure):
     _fields_ = (
-        ("token_ids", c_void_p),
         ("positions", c_void_p),
         ("row_starts", c_void_p),
-        ("table_starts", c_void_p),
-        ("table", c_void_p),
-        ("sampled_rows", c_void_p),
+        ("tables", POINTER(Tables)),
+        ("tails", c_void_p),
         ("num_rows", c_int32),
         ("num_seqs", c_int32),
-        ("num_sampled", c_int32),
-        ("reserved", c_int32),
     )
 
 
@@ -86,9 +100,7 @@ class Attention(Structure):
         ("out", c_void_p),
         ("query_stride", c_int64),
         ("num_heads", c_int32),
-        ("window", c_int32),
         ("scale", c_float),
-        ("reserved", c_int32),
     )
 
 
@@ -117,13 +129,28 @@ class Model(Structure):
         ("hidden_size", c_int32),
         ("intermediate_size", c_int32),
         ("num_heads", c_int32),
-        ("window", c_int32),
         ("eps", c_float),
+        ("reserved", c_int32),
+    )
+
+
+class Tokens(Structure):
+    _fields_ = (
+        ("ids", c_void_p),
+        ("sampled_rows", c_void_p),
+        ("logits", c_void_p),
+        ("num_sampled", c_int32),
+        ("reserved", c_int32),
     )
 
 
 class Pool(Structure):
-    _fields_ = (("first", Pages), ("payload_layer_bytes", c_int64), ("scale_layer_bytes", c_int64))
+    _fields_ = (
+        ("layers", POINTER(Pages)),
+        ("first_layers", POINTER(c_int32)),
+        ("num_groups", c_int32),
+        ("reserved", c_int32),
+    )
 
 
 _TEAM = (c_int32, c_int32)  # instruction set, threads
@@ -139,7 +166,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "attention_bytes": (c_int64, (*_TEAM, POINTER(Attention), POINTER(Pages), POINTER(Batch))),
     "attention": (None, (*_TEAM, POINTER(Attention), POINTER(Pages), POINTER(Batch), c_void_p)),
     "step_bytes": (c_int64, (*_TEAM, POINTER(Model), POINTER(Pool), POINTER(Batch))),
-    "step": (None, (*_TEAM, POINTER(Model), POINTER(Pool), POINTER(Batch), c_void_p, c_void_p)),
+    "step": (None, (*_TEAM, POINTER(Model), POINTER(Pool), POINTER(Batch), POINTER(Tokens), c_void_p)),
 }
 
 

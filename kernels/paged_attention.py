@@ -128,19 +128,26 @@ def _padded_slots(num_slots: int) -> int:
 def compiled_attention(
     kernels: CpuKernels, query: Tensor, layer: LayerPages, sequences: Sequences, scale: float
 ) -> Tensor:
-    """`query` [T, H, D] fp32 may be a slice of wider rows; D is a multiple of 16. The result is contiguous."""
+    """`query` [T, H, D] fp32 may be a slice of wider rows; D is a multiple of 16. The result is contiguous.
+
+    With tails it must be a slice of the rows that `rotate_append` has turned, with keys and values behind the queries;
+    their open tokens are in the tails afterwards.
+    """
+    num_heads, head_dim = query.shape[1:]
     assert query.dtype == torch.float32
-    assert query.stride()[1:] == (query.shape[2], 1)
+    assert query.stride()[1:] == (head_dim, 1)
+    if layer.keys.tails is not None:
+        assert query.stride(0) == (num_heads + 2 * layer.keys.payload.shape[1]) * head_dim
+        assert sequences.tails is not None
     out = torch.empty(query.shape)
     attention = cpu_library.Attention(
         query=query.data_ptr(),
         out=out.data_ptr(),
         query_stride=query.stride(0),
-        num_heads=query.shape[1],
-        window=layer.window or 0,
+        num_heads=num_heads,
         scale=scale,
     )
-    structs = (byref(attention), byref(layer.struct()), byref(sequences.struct(layer.group)))
+    structs = (byref(attention), byref(layer.struct), byref(sequences.struct))
     kernels.call_in_workspace("attention", structs)
     return out
 

@@ -6,7 +6,7 @@
 namespace pf {
 
 enum Isa : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2, NUM_ISAS = 3 };
-enum Format : int32_t { FP32 = 0, BF16 = 1, INT8 = 2 };
+enum Element : int32_t { FP32 = 0, BF16 = 1, FP16 = 2, FP8_E4M3 = 3, INT8 = 4, INT4 = 5 };
 enum WeightKind : int32_t { Q4 = 0, Q8 = 1 };
 
 // A matrix [rows, columns] of groups of 32 weights along the columns, packed by kernels/quantised_linear.py:
@@ -30,29 +30,44 @@ struct Projection {
     int32_t num_rows;  // of all parts
 };
 
-// One layer's part of a pool of pages; see core/layout.py.
+// The keys, or the values, of one layer in a pool of pages: pointers into page 0; see core/layout.py.
+struct Side {
+    uint8_t* payload;   // [Hk, B, D] elements
+    uint8_t* scales;    // [Hk, B] fp16, per channel [Hk, D], or null
+    uint8_t* zeros;     // as the scales; null where symmetric
+    uint8_t* tails;     // [Hk, B, D] fp16 of tail 0, or null
+    int64_t row_bytes;  // of one token's elements
+    int32_t element;
+    int32_t is_per_channel;
+};
+
+// One layer's part of the pools, and which tokens before it a query reads: all, or the last `window` and first `sinks`.
 struct Pages {
-    uint8_t* payload;  // of page 0
-    uint8_t* scales;   // of page 0, fp16; unused but for int8
-    int64_t page_bytes;
-    int32_t format;
+    Side sides[2];       // keys, values
+    int64_t page_bytes;  // from one page to the next
+    int64_t tail_bytes;  // from one tail to the next; 0: pages are written token by token, and there are no tails
     int32_t page_size;
     int32_t num_kv_heads;
     int32_t head_dim;
+    int32_t group;   // whose page tables are the layer's
+    int32_t window;  // 0: none
+    int32_t sinks;
+};
+
+// Page tables of one cache group, one after the other; -1 where no page is held.
+struct Tables {
+    const int32_t* starts;  // [num_seqs + 1]
+    const int32_t* pages;
 };
 
 // A flat batch of sequences: rows row_starts[s] to row_starts[s + 1] are of consecutive positions.
 struct Batch {
-    const int32_t* token_ids;     // [num_rows]
-    const int32_t* positions;     // [num_rows]
-    const int32_t* row_starts;    // [num_seqs + 1]
-    const int32_t* table_starts;  // [num_seqs + 1]
-    const int32_t* table;         // page tables, one after the other
-    const int32_t* sampled_rows;  // [num_sampled]
+    const int32_t* positions;   // [num_rows]
+    const int32_t* row_starts;  // [num_seqs + 1]
+    const Tables* tables;       // of each cache group
+    const int32_t* tails;       // [num_seqs], or null
     int32_t num_rows;
     int32_t num_seqs;
-    int32_t num_sampled;
-    int32_t reserved;
 };
 
 struct Rotary {
@@ -65,13 +80,11 @@ struct Rotary {
 };
 
 struct Attention {
-    const float* query;  // row r's head h at query + r * query_stride + h * head_dim
+    const float* query;  // row r's head h at query + r * query_stride + h * head_dim; with tails, then keys and values
     float* out;          // [num_rows, num_heads, head_dim]
     int64_t query_stride;
     int32_t num_heads;
-    int32_t window;  // 0: none
     float scale;
-    int32_t reserved;
 };
 
 struct Layer {
@@ -96,15 +109,25 @@ struct Model {
     int32_t hidden_size;
     int32_t intermediate_size;
     int32_t num_heads;
-    int32_t window;
     float eps;
+    int32_t reserved;
 };
 
-// The pool of all layers.
+// What a step's rows are, and whose logits it gives.
+struct Tokens {
+    const int32_t* ids;           // [num_rows]
+    const int32_t* sampled_rows;  // [num_sampled]
+    float* logits;                // [num_sampled, vocabulary]
+    int32_t num_sampled;
+    int32_t reserved;
+};
+
+// The pools of all layers.
 struct Pool {
-    Pages first;                  // of layer 0
-    int64_t payload_layer_bytes;  // from one layer to the next
-    int64_t scale_layer_bytes;
+    const Pages* layers;          // [num_layers]
+    const int32_t* first_layers;  // [num_groups]: one layer of each cache group
+    int32_t num_groups;
+    int32_t reserved;
 };
 
 }  // namespace pf

@@ -16,7 +16,7 @@ struct Kernels {
     void (*append)(Team, float* qkv, const Rotary&, const Pages&, const Batch&, int num_heads);
     void (*attention)(Team, const Attention&, const Pages&, const Batch&, uint8_t* workspace);
     int64_t (*attention_bytes)(const Attention&, const Pages&, const Batch&, int threads);
-    void (*step)(Team, const Model&, const Pool&, const Batch&, float* logits, uint8_t* workspace);
+    void (*step)(Team, const Model&, const Pool&, const Batch&, const Tokens&, uint8_t* workspace);
     int64_t (*step_bytes)(const Model&, const Pool&, const Batch&, int threads);
 };
 

@@ -29,7 +29,7 @@ struct pf::Meeting {
 namespace {
 
 // Raised whenever a structure or a function's arguments change.
-constexpr int32_t kAbiVersion = 1;
+constexpr int32_t kAbiVersion = 2;
 
 const pf::Kernels& kernels(int32_t isa) {
 #if defined(__x86_64__)
@@ -153,6 +153,6 @@ PF_EXPORT int64_t pf_step_bytes(int32_t isa, int32_t threads, const pf::Model* m
 }
 
 PF_EXPORT void pf_step(int32_t isa, int32_t threads, const pf::Model* model, const pf::Pool* pool,
-                       const pf::Batch* batch, float* logits, uint8_t* workspace) {
-    on_team(threads, [=](Team team) { kernels(isa).step(team, *model, *pool, *batch, logits, workspace); });
+                       const pf::Batch* batch, const pf::Tokens* tokens, uint8_t* workspace) {
+    on_team(threads, [=](Team team) { kernels(isa).step(team, *model, *pool, *batch, *tokens, workspace); });
 }

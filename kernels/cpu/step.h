@@ -15,7 +15,8 @@ struct StepBuffers {
     float* gated;     // [rows, inner]
     float* added;     // [rows, hidden]: what the residual takes next
     Quantised input;  // [rows, widest]
-    Work work;
+    Work* groups;       // [groups]: the items of each
+    Work work;          // for all of them: scratch, and most partials
     int32_t* counters;  // [layers]: work.next of each
     int64_t used;
 };
@@ -23,11 +24,11 @@ struct StepBuffers {
 static inline Attention attention_of(const Model& m, const StepBuffers& b, const Pages& pages) {
     float scale = 1.0f / sqrtf((float)pages.head_dim);
     int64_t stride = (int64_t)(m.num_heads + 2 * pages.num_kv_heads) * pages.head_dim;
-    return {b.qkv, b.attended, stride, m.num_heads, m.window, scale, 0};
+    return {b.qkv, b.attended, stride, m.num_heads, scale};
 }
 
 static StepBuffers step_buffers(const Model& m, const Pool& pool, const Batch& batch, Team team, uint8_t* workspace) {
-    const Pages& pages = pool.first;
+    const Pages& pages = pool.layers[0];
     int64_t rows = batch.num_rows, hidden = m.hidden_size, inner = m.intermediate_size;
     int64_t attended = (int64_t)m.num_heads * pages.head_dim;
     int64_t qkv = attended + 2 * (int64_t)pages.num_kv_heads * pages.head_dim;
@@ -43,7 +44,18 @@ static StepBuffers step_buffers(const Model& m, const Pool& pool, const Batch& b
     b.added = arena.take<float>(rows * hidden);
     b.input = take_quantised(arena, rows, widest);
     b.counters = arena.take<int32_t>(m.num_layers);
-    b.work = take_work(arena, attention_of(m, b, pages), pages, batch, team);
+    b.groups = arena.take<Work>(pool.num_groups);
+    b.work = {};
+    Attention attention = attention_of(m, b, pages);
+    for (int g = 0; g < pool.num_groups; g++) {
+        const Pages& group = pool.layers[pool.first_layers[g]];
+        Work work = take_items(arena, attention, group, batch, team);
+        b.work.num_partials = (int32_t)larger(b.work.num_partials, work.num_partials);
+        if (!workspace || team.rank) continue;
+        list_items(batch, group, attention, team.size, work.items, nullptr);
+        b.groups[g] = work;
+    }
+    take_scratch(arena, attention, pages, team, b.work);
     b.used = arena.used;
     return b;
 }
@@ -75,6 +87,7 @@ static void run_layer(Team team, const Model& m, const Layer& layer, const Pages
     Attention attention = attention_of(m, b, pages);
     attend(attention, pages, batch, work);
     team.barrier();
+    if (pages.tail_bytes) write_tails(team, b.qkv, attention.query_stride, pages, batch, m.num_heads);
     if (work.num_partials) {
         merge_partials(team, attention, pages, work);
         team.barrier();
@@ -96,27 +109,24 @@ static void run_layer(Team team, const Model& m, const Layer& layer, const Pages
     team.barrier();
 }
 
-// Stores the batch's keys and values; logits [num_sampled, vocabulary] of the sampled rows.
-static void step(Team team, const Model& m, const Pool& pool, const Batch& batch, float* logits, uint8_t* workspace) {
+// Stores the batch's keys and values; logits of the sampled rows.
+static void step(Team team, const Model& m, const Pool& pool, const Batch& batch, const Tokens& tokens,
+                 uint8_t* workspace) {
     StepBuffers b = step_buffers(m, pool, batch, team, workspace);
     int64_t rows = batch.num_rows, hidden = m.hidden_size;
-    if (team.rank == 0) {
-        list_items(batch, pool.first, attention_of(m, b, pool.first), team.size, b.work.items, nullptr);
-        memset(b.counters, 0, (size_t)m.num_layers * sizeof(int32_t));
-    }
+    if (team.rank == 0) memset(b.counters, 0, (size_t)m.num_layers * sizeof(int32_t));
     for (int64_t r = team.begin(rows); r < team.end(rows); r++)
-        unpack_row(m.embedding, batch.token_ids[r], b.residual + r * hidden);
+        unpack_row(m.embedding, tokens.ids[r], b.residual + r * hidden);
     team.barrier();
     for (int i = 0; i < m.num_layers; i++) {
-        Pages pages = pool.first;
-        pages.payload += i * pool.payload_layer_bytes;
-        pages.scales += i * pool.scale_layer_bytes;
-        Work work = b.work;
+        Work work = b.groups[pool.layers[i].group];
         work.next = b.counters + i;
-        run_layer(team, m, m.layers[i], pages, batch, b, work, i ? b.added : nullptr);
+        work.partials = b.work.partials;
+        work.scratch = b.work.scratch;
+        run_layer(team, m, m.layers[i], pool.layers[i], batch, b, work, i ? b.added : nullptr);
     }
-    for (int64_t s = team.begin(batch.num_sampled); s < team.end(batch.num_sampled); s++) {
-        int64_t row = batch.sampled_rows[s];
+    for (int64_t s = team.begin(tokens.num_sampled); s < team.end(tokens.num_sampled); s++) {
+        int64_t row = tokens.sampled_rows[s];
         float* sum = b.normed + s * hidden;  // the norms of the layers are no longer needed
         memcpy(sum, b.residual + row * hidden, (size_t)hidden * sizeof(float));
         if (m.num_layers) add_row(b.added + row * hidden, sum, (int)hidden);
@@ -124,7 +134,7 @@ static void step(Team team, const Model& m, const Pool& pool, const Batch& batch
         quantise_rows(b.normed, b.input, s, (int)hidden);
     }
     team.barrier();
-    multiply(team, m.head, b.input, batch.num_sampled, logits, m.head.rows);
+    multiply(team, m.head, b.input, tokens.num_sampled, tokens.logits, m.head.rows);
 }
 
 }  // namespace pf::PF_ISA

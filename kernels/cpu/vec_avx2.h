@@ -51,6 +51,31 @@ static inline __m256 load8_int8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 static inline F16 load16_int8(const int8_t* p) { return {load8_int8(p), load8_int8(p + 8)}; }
+static inline F16 widen16(__m128i bytes) {  // signed
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+static inline F16 load16_uint8(const uint8_t* p) {
+    __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+// Sixteen bytes of eight: low halves at even places, high ones behind them.
+static inline __m128i nibbles(const uint8_t* p) {
+    __m128i w = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    return _mm_and_si128(_mm_or_si128(w, _mm_slli_epi16(w, 4)), _mm_set1_epi8(15));
+}
+static inline F16 load16_int4(const uint8_t* p) {
+    __m128i sign = _mm_set1_epi8(8);  // two's complement of four bits
+    return widen16(_mm_sub_epi8(_mm_xor_si128(nibbles(p), sign), sign));
+}
+static inline F16 load16_uint4(const uint8_t* p) { return widen16(nibbles(p)); }
+static inline __m256 load8_fp8(const uint8_t* p) {  // moved to where fp16 has sign, exponent, mantissa: 2^-8 of it
+    __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p)), 7);
+    __m256 scaled = _mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16((int16_t)0xbfff)));
+    return _mm256_mul_ps(scaled, _mm256_set1_ps(256.0f));
+}
+static inline F16 load16_fp8(const uint8_t* p) { return {load8_fp8(p), load8_fp8(p + 8)}; }
 static inline __m256 load8_bf16(const uint16_t* p) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
 }
@@ -58,6 +83,10 @@ static inline F16 load16_bf16(const uint16_t* p) { return {load8_bf16(p), load8_
 static inline F16 load16_half(const uint16_t* p) {
     const __m128i* halves = (const __m128i*)p;
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
+static inline void store16_half(uint16_t* p, F16 a) {
+    _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(a.lo, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph(a.hi, _MM_FROUND_TO_NEAREST_INT));
 }
 
 static inline I16 iset16(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
@@ -69,6 +98,11 @@ static inline void store16_int8(int8_t* p, I16 a) {
     _mm256_store_si256((__m256i*)lanes, a.lo);
     _mm256_store_si256((__m256i*)(lanes + 8), a.hi);
     for (int i = 0; i < 16; i++) p[i] = (int8_t)lanes[i];
+}
+static inline void store16_int4(uint8_t* p, I16 a) {  // the even index in the low half
+    int8_t bytes[16];
+    store16_int8(bytes, a);
+    for (int i = 0; i < 8; i++) p[i] = (uint8_t)((bytes[2 * i] & 15) | (bytes[2 * i + 1] & 15) << 4);
 }
 static inline int32_t isum16(I16 a) {
     alignas(32) int32_t lanes[8];

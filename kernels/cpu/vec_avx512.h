@@ -27,19 +27,45 @@ static inline F16 min16(F16 a, F16 b) { return _mm512_min_ps(a, b); }
 static inline F16 round16(F16 a) { return _mm512_roundscale_ps(a, 0); }
 static inline F16 keep16(F16 x, uint32_t lanes, F16 other) { return _mm512_mask_blend_ps((__mmask16)lanes, other, x); }
 
+// Sixteen bytes of eight: low halves at even places, high ones behind them.
+static inline __m128i nibbles(const uint8_t* p) {
+    __m128i w = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    return _mm_and_si128(_mm_or_si128(w, _mm_slli_epi16(w, 4)), _mm_set1_epi8(15));
+}
 static inline F16 load16_int8(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+static inline F16 load16_uint8(const uint8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+static inline F16 load16_int4(const uint8_t* p) {
+    __m128i sign = _mm_set1_epi8(8);  // two's complement of four bits
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_sub_epi8(_mm_xor_si128(nibbles(p), sign), sign)));
+}
+static inline F16 load16_uint4(const uint8_t* p) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(nibbles(p))); }
+static inline F16 load16_fp8(const uint8_t* p) {  // moved to where fp16 has sign, exponent, mantissa: 2^-8 of it
+    __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+    F16 scaled = _mm512_cvtph_ps(_mm256_and_si256(bits, _mm256_set1_epi16((int16_t)0xbfff)));
+    return mul16(scaled, set16(256.0f));
 }
 static inline F16 load16_bf16(const uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 static inline F16 load16_half(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+static inline void store16_half(uint16_t* p, F16 a) {
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 
 static inline I16 iset16(int32_t x) { return _mm512_set1_epi32(x); }
 static inline I16 iadd16(I16 a, I16 b) { return _mm512_add_epi32(a, b); }
 static inline F16 float16(I16 a) { return _mm512_cvtepi32_ps(a); }
 static inline I16 round_int16(F16 a) { return _mm512_cvtps_epi32(a); }
 static inline void store16_int8(int8_t* p, I16 a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a)); }
+static inline void store16_int4(uint8_t* p, I16 a) {  // the even index in the low half
+    __m128i bytes = _mm_and_si128(_mm512_cvtepi32_epi8(a), _mm_set1_epi8(15));
+    __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x1001));
+    _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(pairs, pairs));
+}
 static inline int32_t isum16(I16 a) { return _mm512_reduce_add_epi32(a); }
 static inline F16 power_of_two16(F16 n) {  // n whole, from -126 to 127
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), iset16(127)), 23));

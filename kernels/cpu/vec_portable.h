@@ -68,8 +68,17 @@ static inline float float_of_half(uint16_t x) {
     return float_of_bits(sign | ((rest << 13) + 0x38000000u));
 }
 static inline F16 load16_int8(const int8_t* p) { PF_LANES(F16, (float)p[i]); }
+static inline F16 load16_uint8(const uint8_t* p) { PF_LANES(F16, (float)p[i]); }
+static inline F16 load16_uint4(const uint8_t* p) { PF_LANES(F16, (float)(p[i / 2] >> i % 2 * 4 & 15)); }
+static inline F16 load16_int4(const uint8_t* p) { PF_LANES(F16, (float)(((p[i / 2] >> i % 2 * 4 & 15) ^ 8) - 8)); }
+static inline F16 load16_fp8(const uint8_t* p) {  // moved to where fp16 has sign, exponent, mantissa: 2^-8 of it
+    PF_LANES(F16, float_of_half((uint16_t)((p[i] & 128) << 8 | (p[i] & 127) << 7)) * 256.0f);
+}
 static inline F16 load16_bf16(const uint16_t* p) { PF_LANES(F16, float_of_bits((uint32_t)p[i] << 16)); }
 static inline F16 load16_half(const uint16_t* p) { PF_LANES(F16, float_of_half(p[i])); }
+static inline void store16_half(uint16_t* p, const F16& a) {
+    for (int i = 0; i < 16; i++) p[i] = half_of(a.v[i]);
+}
 
 static inline I16 iset16(int32_t x) { PF_LANES(I16, x); }
 static inline I16 iadd16(const I16& a, const I16& b) { PF_LANES(I16, a.v[i] + b.v[i]); }
@@ -79,6 +88,9 @@ static inline I16 round_int16(const F16& a) {  // what does not fit becomes 0
 }
 static inline void store16_int8(int8_t* p, const I16& a) {
     for (int i = 0; i < 16; i++) p[i] = (int8_t)a.v[i];
+}
+static inline void store16_int4(uint8_t* p, const I16& a) {  // the even index in the low half
+    for (int i = 0; i < 8; i++) p[i] = (uint8_t)((a.v[2 * i] & 15) | (a.v[2 * i + 1] & 15) << 4);
 }
 static inline int32_t isum16(const I16& a) {
     int32_t sum = 0;

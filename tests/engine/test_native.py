@@ -2,18 +2,20 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from compiled import kernels, needs_library
-from engines import Generation, content, load, logits_of, places, runner_of, sequence
+from compiled import FORMATS, kernels, needs_library
+from engines import Generation, content, load, logits_of, places, runner_of, sequence, windowed_logits_of
 from gguf_writer import write_gguf
 from tiny_gguf import METADATA, gguf_tensors
 from tiny_model import VOCAB_SIZE, TinyShape, write_tiny_model
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.formats import PageFormat
 from pageferry.core.gguf import GgufType
 from pageferry.core.plan import Chunk, Plan, SampleFailure
 from pageferry.engine.load import Engine, load_engine
@@ -53,8 +55,8 @@ def tiny_gguf(tiny_model: Path, tmp_path: Path) -> Path:
     return write(tmp_path / "tiny.gguf", tiny_model, GgufType.Q4_1, "mixed")
 
 
-def native(path: Path | str, page_format: str = "int8", threads: int = 1) -> Engine:
-    engine = load(path, page_format, compute_dtype="auto", threads=threads)
+def native(path: Path | str, page_format: str = "int8", **settings: Any) -> Engine:
+    engine = load(path, page_format, compute_dtype="auto", **settings)
     assert isinstance(runner_of(engine).model, NativeModel)
     return engine
 
@@ -75,7 +77,24 @@ def test_logits_are_torchs_with_activations_in_groups(
 
 
 @needs_library
-@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
+@pytest.mark.parametrize(("cache_layers", "page_size"), [("", 5), ("0,2=window:40,sinks:5;1,3=full", 16)])
+def test_every_format_and_group_gives_torchs_logits_in_any_chunks(
+    tiny_gguf: Path, page_format: PageFormat, cache_layers: str, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only pages that are needed are held, and all else is poison; torch attends over the same pages."""
+    settings = {"page_size": page_size, "cache_layers": cache_layers}
+    engine, tokens = native(tiny_gguf, str(page_format), **settings), TOKENS[:110]
+    result = windowed_logits_of(engine, tokens, [110])
+    assert torch.equal(windowed_logits_of(engine, tokens, [7, 16, 48, 79, *range(80, 111)]), result)
+    multiply = Linear.__call__
+    monkeypatch.setattr(Linear, "__call__", lambda self, x: multiply(self, quantise_groups_ref(x).float()))
+    expected = windowed_logits_of(load(tiny_gguf, str(page_format), kernels="torch", **settings), tokens, [110])
+    assert (result - expected).norm() < LIMIT * expected.norm()
+
+
+@needs_library
+@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8", "int4:channel:asym", "k=int8:channel,v=int4"])
 def test_bits_do_not_depend_on_chunks_company_or_threads(tiny_gguf: Path, page_format: str) -> None:
     engine, other = native(tiny_gguf, page_format), native(tiny_gguf, page_format, threads=2)
     target = sequence(TOKENS, 3, 19)

@@ -11,7 +11,7 @@ import torch
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, invalid
 from pageferry.core.formats import PageFormat
-from pageferry.core.groups import groups_text, parse_groups
+from pageferry.core.groups import parse_groups
 from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
@@ -31,7 +31,7 @@ from pageferry.engine.runner import ForwardPass, TorchRunner
 from pageferry.engine.tensors import TensorFiles
 from pageferry.engine.warm_up import warm_up_plans
 from pageferry.engine.weights import check_shapes, expected_shapes, load_weights
-from pageferry.kernels.append_pages import HEAD_DIM_MULTIPLE, is_compiled
+from pageferry.kernels.append_pages import HEAD_DIM_MULTIPLE
 from pageferry.kernels.cpu_library import CpuKernels, Isa, load_kernels
 
 _MODEL_REASONS = ("MODEL_FILE_INVALID", "MODEL_TENSORS")
@@ -116,8 +116,6 @@ def _kernels(config: EngineConfig, layout: CacheLayout) -> CpuKernels | None:
         problem = "the package was installed without a C++ compiler"
     elif layout.head_dim % HEAD_DIM_MULTIPLE:
         problem = f"the model's heads have {layout.head_dim} numbers, no multiple of {HEAD_DIM_MULTIPLE}"
-    elif not is_compiled(layout):
-        problem = f"{layout.format} pages of {groups_text(layout.groups)} are computed by torch"
     elif kernels.isa is Isa.PORTABLE and config.kernels == "auto":
         return None  # torch has code for this processor, which is faster
     if problem and config.kernels == "cpu":

@@ -1,5 +1,7 @@
 """The forward pass in one call of the compiled kernels, on weights as a GGUF file has them."""
 
+from ctypes import c_int32
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ class NativeModel:
         self._kernels = kernels
         self._vocab_size = config.vocab_size
         self._logits = torch.empty((0, config.vocab_size))
+        self._pool: tuple[PageTensors, cpu_library.Pool] | None = None  # of the last call's pages
         tables = rotary_table(frequencies, max_positions)
         layers = (cpu_library.Layer * config.num_layers)(*(_layer(layer) for layer in weights.layers))
         self._kept = (weights, tables, layers)  # what the structure points to
@@ -45,7 +48,6 @@ class NativeModel:
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
             num_heads=config.num_heads,
-            window=config.sliding_window or 0,
             eps=config.norm_eps,
         )
 
@@ -54,14 +56,16 @@ class NativeModel:
         num_sampled = len(batch.sampled_rows)
         if len(self._logits) < num_sampled:
             self._logits = torch.empty((num_sampled, self._vocab_size))
-        pool = cpu_library.Pool(
-            first=pages.layers[0].struct(),
-            payload_layer_bytes=pages.layout.pages[0].payload_layer_bytes,
-            scale_layer_bytes=pages.layout.pages[0].scale_layer_bytes,
+        if self._pool is None or self._pool[0] is not pages:
+            self._pool = pages, _pool(pages)
+        tokens = cpu_library.Tokens(
+            ids=address(batch.token_ids, torch.int32),
+            sampled_rows=address(batch.sampled_rows, torch.int32),
+            logits=address(self._logits),
+            num_sampled=num_sampled,
         )
-        sequences = batch.sequences.struct(token_ids=batch.token_ids, sampled_rows=batch.sampled_rows)
-        structs = (byref(self._model), byref(pool), byref(sequences))
-        self._kernels.call_in_workspace("step", structs, address(self._logits))
+        structs = (byref(self._model), byref(self._pool[1]), byref(batch.sequences.struct))
+        self._kernels.call_in_workspace("step", structs, byref(tokens))
         return self._logits[:num_sampled]
 
 
@@ -76,6 +80,12 @@ def _layer(layer: QuantisedLayer) -> cpu_library.Layer:
         gate_up=_projection(layer.gate_up),
         down=_projection(layer.down),
     )
+
+
+def _pool(pages: PageTensors) -> cpu_library.Pool:
+    layers = (cpu_library.Pages * len(pages.layers))(*(layer.struct for layer in pages.layers))
+    firsts = [group.layers[0] for group in pages.layout.groups]
+    return cpu_library.Pool(layers=layers, first_layers=(c_int32 * len(firsts))(*firsts), num_groups=len(firsts))
 
 
 def _projection(parts: tuple[PackedMatrix, ...]) -> cpu_library.Projection:
