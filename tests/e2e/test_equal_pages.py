@@ -191,10 +191,10 @@ def test_a_prefix_in_use_outlives_a_flood_and_preemptions(tiny_model: Path) -> N
         target.scheduler.add(sequence := Sequence(work, arrival=0.0), 0.0)
         return sequence
 
-    alone = worker(tiny_model, "fp32", DecodeScheduler)
+    alone = worker(load(tiny_model, "fp32"), DecodeScheduler)
     expected, _ = alone.decode(add(alone, "alone", prefix + suffix, 20), Output())
 
-    flooded = worker(tiny_model, "fp32", DecodeScheduler, pool_pages=24)
+    flooded = worker(load(tiny_model, "fp32"), DecodeScheduler, pool_pages=24)
     flooded.decode(add(flooded, "first", prefix, 1), Output())
     reader, tokens = add(flooded, "reader", prefix + suffix, 20), list[int]()
     flooded.step(reader)
@@ -204,7 +204,7 @@ def test_a_prefix_in_use_outlives_a_flood_and_preemptions(tiny_model: Path) -> N
         add(flooded, f"flood-{number}", [4 + number, *range(50, 49 + length)], 1, priority=-1)
     while len(tokens) < 20:
         _, output = flooded.step(reader)
-        flooded.pool.check_integrity()
+        flooded.pools.check_integrity()
         tokens += [emitted.token.token_id for emitted in output.emitted if emitted.sequence is reader]
     assert reader.num_preemptions > 0
     assert tokens == expected
