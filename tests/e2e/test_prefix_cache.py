@@ -122,7 +122,7 @@ def common(one: list[int], other: list[int]) -> int:
 async def test_live_requests_share_the_pages_of_a_system_prompt(colocated: Cluster) -> None:
     shared = [4 + (index * 31) % 263 for index in range(640)]
     async with connected(colocated) as stub:
-        check_shared(await pages_of_eight(stub, shared, [[5 + n + i % 9 for i in range(300)] for n in range(8)]))
+        check_shared(await pages_of_eight(stub, shared, [[5 + n + i % 9 for i in range(300)] for n in range(8)], 1000))
 
 
 def check_shared(found: Sharing) -> None:
@@ -133,16 +133,28 @@ def check_shared(found: Sharing) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("num_prefill", [0, 1])
 async def test_eight_conversations_of_2000_tokens_share_1000(num_prefill: int) -> None:
-    options = ("--prefill", str(num_prefill), "--decode", "1", "--model", "smollm2")
+    check_shared(await conversations_of_2000(num_prefill))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_windows_in_half_the_layers_save_a_third_of_what_conversations_hold() -> None:
+    whole = await conversations_of_2000(1)
+    selective = await conversations_of_2000(1, "--cache-layers", "0-14=window:256,sinks:4;15-29=full")
+    assert selective.kv_bytes <= 0.7 * whole.kv_bytes, (whole, selective)
+
+
+async def conversations_of_2000(num_prefill: int, *more_options: str) -> Sharing:
+    options = ("--prefill", str(num_prefill), "--decode", "1", "--model", "smollm2", *more_options)
     with running(*options, settings={"engine.num_pages": "1500"}, ready_s=180) as cluster:
         async with connected(cluster) as stub:
             shared = await words(stub, "The crew counted the crates on deck and wrote every number down. ", 1000)
             own = [
                 await words(stub, f"Crate number {n} holds {n} pages of keys, and of values. ", 960) for n in range(8)
             ]
-            found = await pages_of_eight(stub, shared, own)
-            print(found)
-            check_shared(found)
+            found = await pages_of_eight(stub, shared, own, 4000)
+            print(more_options, found)
+            return found
 
 
 async def words(stub: Stub, text: str, num_tokens: int) -> list[int]:
