@@ -1,6 +1,7 @@
 """Write tokens' keys and values into their pages, quantised bit for bit as `kernels.quantise` does.
 
-Shapes: keys, values [T, Hk, D], strided but for D; pages, slots [T] int32 or int64; pages as in kernels.append_pages.
+Shapes: keys, values [T, Hk, D], strided but for D; pages, slots [T] int32 or int64, a page below 0 is no token; pages as
+in kernels.append_pages. Pages with tails are written by `append_tails`.
 """
 
 import triton
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from pageferry.core.formats import TensorFormat
 from pageferry.kernels.append_pages import LayerPages
-from pageferry.kernels.gpu.page_tiles import padded_dim, side_arguments
+from pageferry.kernels.gpu.page_tiles import padded_dim, rounded_vectors, row_arguments, side_arguments
 from pageferry.kernels.quantise import largest
 
 TOKENS = 8
@@ -64,33 +65,42 @@ def _scaled(x, is_finite, live, TOP: tl.constexpr, SYMMETRIC: tl.constexpr):
 
 
 @triton.jit
-def _store_side(
-    vectors, token_stride, head_stride, token, head, page, slot, live_token,
-    payload, scale_ptr, zero_ptr, stride, factor_stride,
+def store_vectors(
+    x, page, head, slot, live_token, payload, scale_ptr, zero_ptr, stride, factor_stride,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, ELEMENT: tl.constexpr, TOP: tl.constexpr,
+    CHANNEL: tl.constexpr,
 ):  # fmt: skip
+    """Vectors x [N, DP] fp32 of one head into slots [N] of pages [N]; with CHANNEL they are all of one page.
+
+    What is beside the live numbers must be 0.
+    """
     dim = tl.arange(0, DP)
     live = (dim < D)[None, :]
     mask = live_token[:, None] & live
-    place = vectors + token[:, None] * token_stride + head * head_stride + dim[None, :]
-    x = tl.load(place, mask=mask, other=0).to(tl.float32)
     vector = head * PAGE + slot
     target = payload + page[:, None] * stride
     if scale_ptr is None:
         elements = x
         if ELEMENT == "fp16":
             # An infinite score could hide its token instead of failing its sequence.
-            fits = tl.min((tl.abs(x.to(tl.float16).to(tl.float32)) < float("inf")).to(tl.int32), 1) == 1
-            elements = tl.where(fits[:, None], x, float("nan"))
+            elements = rounded_vectors(x)
         elif ELEMENT == "bf16":
             elements = _rounded_to_bf16(x)
         tl.store(target + vector[:, None] * D + dim[None, :], elements.to(payload.dtype.element_ty), mask=mask)
     else:
-        is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) == 1
-        scaled, scales, zeros = _scaled(x, is_finite, live, TOP, zero_ptr is None)
-        tl.store(scale_ptr + page * factor_stride + vector, scales, mask=live_token)
+        if CHANNEL:
+            turned = tl.trans(x)
+            is_finite = tl.min((tl.abs(turned) < float("inf")).to(tl.int32), 1) == 1
+            scaled, scales, zeros = _scaled(turned, is_finite, live_token[None, :], TOP, zero_ptr is None)
+            scaled = tl.trans(scaled)
+            factor, has_factor = tl.max(page, 0) * factor_stride + head * D + dim, dim < D
+        else:
+            is_finite = tl.min((tl.abs(x) < float("inf")).to(tl.int32), 1) == 1
+            scaled, scales, zeros = _scaled(x, is_finite, live, TOP, zero_ptr is None)
+            factor, has_factor = page * factor_stride + vector, live_token
+        tl.store(scale_ptr + factor, scales, mask=has_factor)
         if zero_ptr is not None:
-            tl.store(zero_ptr + page * factor_stride + vector, zeros, mask=live_token)
+            tl.store(zero_ptr + factor, zeros, mask=has_factor)
         if ELEMENT == "fp8_e4m3":
             tl.store(target + vector[:, None] * D + dim[None, :], _encode_fp8(scaled), mask=mask)
         elif ELEMENT == "int8":
@@ -106,6 +116,21 @@ def _store_side(
 
 
 @triton.jit
+def _append_side(
+    vectors, token_stride, head_stride, token, head, page, slot, live_token,
+    payload, scale_ptr, zero_ptr, stride, factor_stride,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, ELEMENT: tl.constexpr, TOP: tl.constexpr,
+):  # fmt: skip
+    dim = tl.arange(0, DP)
+    place = vectors + token[:, None] * token_stride + head * head_stride + dim[None, :]
+    x = tl.load(place, mask=live_token[:, None] & (dim < D)[None, :], other=0).to(tl.float32)
+    store_vectors(
+        x, page, head, slot, live_token, payload, scale_ptr, zero_ptr, stride, factor_stride,
+        D, DP, PAGE, ELEMENT, TOP, False,
+    )  # fmt: skip
+
+
+@triton.jit
 def _append_kernel(
     keys, k_token_stride, k_head_stride, values, v_token_stride, v_head_stride, pages, slots, num_tokens,
     k_payload, k_scales, k_zeros, k_stride, k_factor_stride, v_payload, v_scales, v_zeros, v_stride, v_factor_stride,
@@ -118,11 +143,12 @@ def _append_kernel(
     live = token < num_tokens
     page = tl.load(pages + token, mask=live, other=0).to(tl.int64)
     slot = tl.load(slots + token, mask=live, other=0).to(tl.int64)
-    _store_side(
+    live &= page >= 0
+    _append_side(
         keys, k_token_stride, k_head_stride, token, head, page, slot, live,
         k_payload, k_scales, k_zeros, k_stride, k_factor_stride, D, DP, PAGE, K_ELEMENT, K_TOP,
     )  # fmt: skip
-    _store_side(
+    _append_side(
         values, v_token_stride, v_head_stride, token, head, page, slot, live,
         v_payload, v_scales, v_zeros, v_stride, v_factor_stride, D, DP, PAGE, V_ELEMENT, V_TOP,
     )  # fmt: skip
@@ -131,26 +157,28 @@ def _append_kernel(
 def append_pages(layer: LayerPages, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
     """Token i goes to slot `slots[i]` of page `pages[i]`; no two tokens share one."""
     num_tokens, num_heads, head_dim = keys.shape
-    _, num_kv_heads, page_size, _ = layer.keys.payload.shape
-    if keys.shape != values.shape or num_heads != num_kv_heads:
-        raise ValueError(
-            f"keys {list(keys.shape)} and values {list(values.shape)} must be alike, of {num_kv_heads} heads"
-        )
-    if keys.stride(2) != 1 or values.stride(2) != 1:
-        raise ValueError("the numbers of a head must lie side by side")
+    page_size = layer.keys.payload.shape[2]
+    check_rows(layer, keys, values)
     if pages.shape != (num_tokens,) or slots.shape != (num_tokens,):
         raise ValueError(f"pages {list(pages.shape)} and slots {list(slots.shape)} must be [{num_tokens}]")
     if num_tokens == 0:
         return
     _append_kernel[(triton.cdiv(num_tokens, TOKENS), num_heads)](
-        keys=keys, k_token_stride=keys.stride(0), k_head_stride=keys.stride(1),
-        values=values, v_token_stride=values.stride(0), v_head_stride=values.stride(1),
-        pages=pages, slots=slots, num_tokens=num_tokens,
+        **row_arguments((keys, values)), pages=pages, slots=slots, num_tokens=num_tokens,
         **side_arguments("k", layer.keys), **side_arguments("v", layer.values),
         TOKENS=TOKENS, D=head_dim, DP=padded_dim(head_dim), PAGE=page_size,
         K_ELEMENT=layer.keys.format.element.value, K_TOP=top(layer.keys.format),
         V_ELEMENT=layer.values.format.element.value, V_TOP=top(layer.values.format), num_warps=4,
     )  # fmt: skip
+
+
+def check_rows(layer: LayerPages, keys: Tensor, values: Tensor) -> None:
+    """Raise ValueError unless keys and values are alike, and of the pages' heads."""
+    num_kv_heads = layer.keys.payload.shape[1]
+    if keys.shape != values.shape or keys.shape[1] != num_kv_heads:
+        raise ValueError(
+            f"keys {list(keys.shape)} and values {list(values.shape)} must be alike, of {num_kv_heads} heads"
+        )
 
 
 def top(side: TensorFormat) -> int:

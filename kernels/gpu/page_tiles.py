@@ -1,13 +1,18 @@
 """What the kernels over pages share: tiles of stored keys and values as numbers, and attention over such tiles.
 
-Formats are those of `quantise`. Elements are multiplied as they are, integers exactly; scales and zero points go onto
-scores and weights: q·k = (q·n) s + (Σ q) z, and Σ p v = Σ (p s) n + Σ p z.
+Formats are those of `quantise`. Elements are multiplied as they are, integers exactly; scales and zero points of tokens
+go onto scores and weights: q·k = (q·n) s + (Σ q) z, and Σ p v = Σ (p s) n + Σ p z. Those of channels, which change from
+page to page, go onto the elements. Where a side has channels, the tokens behind a row's last full page are its *open*
+ones, which are read in fp16: from the sequence's tail, and those of its chunk from the rows themselves.
 Softmax is kept in base 2 over tiles (arXiv:2205.14135): the query comes scaled by log2(e).
 """
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from pageferry.kernels.append_pages import LayerPages, SidePages
 
@@ -53,28 +58,96 @@ def load_numbers(
 
 
 @triton.jit
-def tile_range(first_position, last_position, window, sinks, TILE: tl.constexpr):
-    """Tiles that rows at these positions see: the first `sink_tiles`, then from `first_tile` on; and how many."""
+def load_vectors(
+    payload, scales, zeros, stride, factor_stride, page, head, slot, reads,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, ELEMENT: tl.constexpr, CHANNEL: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """[N, DP] in DOT: elements of one head in slots [N] of pages [N], times their factors where these are channels'."""
+    WIDTH: tl.constexpr = D // 2 if ELEMENT == "int4" else D
+    bases = page * stride + (head * PAGE + slot) * WIDTH
+    if not CHANNEL:
+        return load_numbers(payload, bases, reads, D, DP, ELEMENT, zeros is None, DOT)
+    numbers = load_numbers(payload, bases, reads, D, DP, ELEMENT, zeros is None, tl.float32)
+    dim = tl.arange(0, DP)
+    place = (page * factor_stride + head * D)[:, None] + dim[None, :]
+    mask = reads[:, None] & (dim < D)[None, :]
+    numbers *= tl.load(scales + place, mask=mask, other=0).to(tl.float32)
+    if zeros is not None:
+        numbers += tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
+    return numbers.to(DOT)
+
+
+@triton.jit
+def rounded_vectors(x):
+    """[N, DP] as fp16; a vector that is not finite there is NaN throughout, as `quantise` has it."""
+    halves = x.to(tl.float16)
+    fits = tl.min((tl.abs(halves.to(tl.float32)) < float("inf")).to(tl.int32), 1) == 1
+    return tl.where(fits[:, None], halves.to(tl.float32), float("nan")).to(tl.float16)
+
+
+@triton.jit
+def load_open(
+    tail, rows, token_stride, token, before, reads, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    """[N, DP] fp16 of one head of tokens [N]: those below `before` from the tail's slots, others from their rows.
+
+    `tail` and `rows` point at the head, in the sequence's tail and in its first row; there may be no rows.
+    """
+    dim = tl.arange(0, DP)
+    live, slot = (dim < D)[None, :], token % PAGE
+    mask = (reads & (token < before))[:, None] & live
+    held = tl.load(tail + slot[:, None] * D + dim[None, :], mask=mask, other=0)
+    if rows is None:
+        return held
+    is_new = reads & (token >= before)
+    place = (token - before).to(tl.int64)[:, None] * token_stride + dim[None, :]
+    new = rounded_vectors(tl.load(rows + place, mask=is_new[:, None] & live, other=0).to(tl.float32))
+    return tl.where(is_new[:, None], new, held)
+
+
+@triton.jit
+def tile_range(first_position, stored, window, sinks, TILE: tl.constexpr):
+    """Tiles with tokens below `stored` that rows from `first_position` on see: the first `sink_tiles`, then from
+    `first_tile` on; and how many.
+    """
     low = tl.maximum(first_position - window + 1, 0)
-    first_tile = low // TILE
+    tiles = (stored + TILE - 1) // TILE
+    first_tile = tl.where(low < stored, low // TILE, tiles)
     sink_tiles = tl.minimum((sinks + TILE - 1) // TILE, first_tile)
-    return low, first_tile, sink_tiles, sink_tiles + last_position // TILE + 1 - first_tile
+    return low, first_tile, sink_tiles, sink_tiles + tiles - first_tile
+
+
+@triton.jit
+def _fold(scores, out, largest, total):
+    """The weights of a tile's scores; and sum, maximum and total of weights, rescaled to hold them."""
+    reached = tl.maximum(largest, tl.max(scores, 1))
+    base = tl.where(reached == -float("inf"), 0.0, reached)  # of a row that has seen nothing yet
+    shrink = tl.exp2(largest - base)
+    weights = tl.exp2(scores - base[:, None])
+    return weights, out * shrink[:, None], reached, total * shrink + tl.sum(weights, 1)
+
+
+@triton.jit
+def _sees(token, positions, reads, window, sinks):
+    """[ROWS, TILE]: whether the row's window or the sinks hold the token."""
+    row = positions[:, None]
+    return reads[None, :] & (token[None, :] <= row) & ((token[None, :] > row - window) | (token < sinks)[None, :])
 
 
 @triton.jit
 def attend_tiles(
-    query, positions, begin, end, low, first_tile, sink_tiles, length, window, sinks, table, head,
+    query, positions, begin, end, low, first_tile, sink_tiles, stored, window, sinks, table, head,
     k_payload, k_scales, k_zeros, k_stride, k_factor_stride, v_payload, v_scales, v_zeros, v_stride, v_factor_stride,
-    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    K_ELEMENT: tl.constexpr, V_ELEMENT: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, OPEN: tl.constexpr, TILE: tl.constexpr,
+    K_ELEMENT: tl.constexpr, K_CHANNEL: tl.constexpr, V_ELEMENT: tl.constexpr, V_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """Rows `query` [ROWS, DP] at `positions` over the tiles begin … end of `tile_range`: (weighted sum, max, sum).
 
-    Reads only tokens below `length` that some row may see: others' slots may hold anything, and their pages be freed.
+    Reads only tokens below `stored` that some row may see: others' slots may hold anything, and their pages be freed.
+    A row sees whole runs of OPEN tokens, the page size or 1.
     """
     DOT: tl.constexpr = query.dtype
-    K_WIDTH: tl.constexpr = D // 2 if K_ELEMENT == "int4" else D
-    V_WIDTH: tl.constexpr = D // 2 if V_ELEMENT == "int4" else D
     query_sum = tl.sum(query.to(tl.float32), 1)
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -82,34 +155,30 @@ def attend_tiles(
     for step in range(begin, end):
         tile = tl.where(step < sink_tiles, step, step - sink_tiles + first_tile)
         token = tile * TILE + tl.arange(0, TILE)
-        reads = (token < length) & ((token >= low) | (token < sinks))
+        reads = (token < stored) & ((token >= low) | (token < sinks))
         page = tl.load(table + token // PAGE, mask=reads, other=0).to(tl.int64)
-        vector = head * PAGE + token % PAGE
-        keys = load_numbers(
-            k_payload, page * k_stride + vector * K_WIDTH, reads, D, DP, K_ELEMENT, k_zeros is None, DOT
-        )
+        slot = token % PAGE
+        keys = load_vectors(
+            k_payload, k_scales, k_zeros, k_stride, k_factor_stride, page, head, slot, reads,
+            D, DP, PAGE, K_ELEMENT, K_CHANNEL, DOT,
+        )  # fmt: skip
         scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3")
-        if k_scales is not None:
-            factor = page * k_factor_stride + vector
+        if k_scales is not None and not K_CHANNEL:
+            factor = page * k_factor_stride + head * PAGE + slot
             scores *= tl.load(k_scales + factor, mask=reads, other=0).to(tl.float32)[None, :]
             if k_zeros is not None:
                 zeros = tl.load(k_zeros + factor, mask=reads, other=0).to(tl.float32)
                 scores += query_sum[:, None] * zeros[None, :]
-        row = positions[:, None]
-        sees = reads[None, :] & (token[None, :] <= row) & ((token[None, :] > row - window) | (token < sinks)[None, :])
-        scores = tl.where(sees, scores, -float("inf"))
-        reached = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(reached == -float("inf"), 0.0, reached)  # of a row that has seen nothing yet
-        shrink = tl.exp2(largest - base)
-        weights = tl.exp2(scores - base[:, None])
-        largest = reached
-        total = total * shrink + tl.sum(weights, 1)
-        out *= shrink[:, None]
-        values = load_numbers(
-            v_payload, page * v_stride + vector * V_WIDTH, reads, D, DP, V_ELEMENT, v_zeros is None, DOT
-        )
-        if v_scales is not None:
-            factor = page * v_factor_stride + vector
+        sees = _sees(token, positions, reads, window, sinks)
+        if OPEN > 1:
+            sees &= token[None, :] < ((positions + 1) // OPEN * OPEN)[:, None]
+        weights, out, largest, total = _fold(tl.where(sees, scores, -float("inf")), out, largest, total)
+        values = load_vectors(
+            v_payload, v_scales, v_zeros, v_stride, v_factor_stride, page, head, slot, reads,
+            D, DP, PAGE, V_ELEMENT, V_CHANNEL, DOT,
+        )  # fmt: skip
+        if v_scales is not None and not V_CHANNEL:
+            factor = page * v_factor_stride + head * PAGE + slot
             if v_zeros is not None:
                 zeros = tl.load(v_zeros + factor, mask=reads, other=0).to(tl.float32)
                 out += tl.sum(weights * zeros[None, :], 1)[:, None]
@@ -120,6 +189,36 @@ def attend_tiles(
         else:
             out += tl.dot(weights.to(DOT), values, input_precision="tf32x3")
     return out, largest, total
+
+
+@triton.jit
+def attend_open(
+    query, positions, out, largest, total, last, before, low, window, sinks,
+    k_tail, v_tail, k_rows, k_token_stride, v_rows, v_token_stride,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What `attend_tiles` gave, and the rows' open tokens up to `last` besides; pointers as of `load_open`."""
+    DOT: tl.constexpr = query.dtype
+    opens = (positions + 1) // PAGE * PAGE
+    for begin in range(tl.min(opens, 0), last + 1, TILE):
+        token = begin + tl.arange(0, TILE)
+        reads = (token <= last) & ((token >= low) | (token < sinks))
+        keys = load_open(k_tail, k_rows, k_token_stride, token, before, reads, D, DP, PAGE).to(DOT)
+        scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3")
+        sees = _sees(token, positions, reads, window, sinks) & (token[None, :] >= opens[:, None])
+        weights, out, largest, total = _fold(tl.where(sees, scores, -float("inf")), out, largest, total)
+        values = load_open(v_tail, v_rows, v_token_stride, token, before, reads, D, DP, PAGE).to(DOT)
+        out += tl.dot(weights.to(DOT), values, input_precision="tf32x3")
+    return out, largest, total
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePages:
+    """Where the tokens of S sequences lie, in one cache group's pools, on the device; int32."""
+
+    tables: Tensor  # [S, n] pages of positions 0, B, 2 B …; those that no row sees, or that are open, are not read
+    lengths: Tensor  # [S], the step's own tokens included; 0 is a sequence that there is not
+    tails: Tensor | None = None  # [S], where the page format has tails
 
 
 def side_arguments(prefix: str, side: SidePages) -> dict[str, object]:
@@ -133,23 +232,69 @@ def side_arguments(prefix: str, side: SidePages) -> dict[str, object]:
     }
 
 
-def attention_arguments(
-    layer: LayerPages, head_dim: int, window: int | None, sinks: int, dtype: torch.dtype
-) -> dict[str, object]:
-    """What decode and prefill attention have in common."""
+def tail_arguments(layer: LayerPages) -> dict[str, object]:
+    """Pointers and strides of the tails; None and 0 where there are none."""
     return {
+        f"{prefix}_{name}": value
+        for prefix, tails in (("k", layer.keys.tails), ("v", layer.values.tails))
+        for name, value in (("tails", tails), ("tail_stride", 0 if tails is None else tails.stride(0)))
+    }
+
+
+def row_arguments(new: tuple[Tensor, Tensor] | None) -> dict[str, object]:
+    """Pointers and strides of keys and values [T, Hk, D]; raises ValueError unless a head's numbers lie side by side."""
+    if new is None:
+        strides = ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")
+        return {"keys": None, "values": None} | dict.fromkeys(strides, 0)
+    keys, values = new
+    if keys.stride(2) != 1 or values.stride(2) != 1:
+        raise ValueError("the numbers of a head must lie side by side")
+    return {
+        "keys": keys,
+        "k_token_stride": keys.stride(0),
+        "k_head_stride": keys.stride(1),
+        "values": values,
+        "v_token_stride": values.stride(0),
+        "v_head_stride": values.stride(1),
+    }
+
+
+def attention_arguments(layer: LayerPages, sequences: SequencePages, dtype: torch.dtype) -> dict[str, object]:
+    """What decode and prefill attention have in common."""
+    _, num_kv_heads, page_size, _ = layer.keys.payload.shape
+    head_dim = dim_of(layer)
+    return {
+        "tables": sequences.tables,
+        "table_stride": sequences.tables.stride(0),
+        "lengths": sequences.lengths,
+        "tails": sequences.tails,
         **side_arguments("k", layer.keys),
         **side_arguments("v", layer.values),
-        "window": NO_WINDOW if window is None else window,
-        "sinks": 0 if window is None else sinks,
+        **tail_arguments(layer),
+        "window": NO_WINDOW if layer.window is None else layer.window,
+        "sinks": 0 if layer.window is None else layer.sinks,
         "D": head_dim,
         "DP": padded_dim(head_dim),
-        "PAGE": layer.keys.payload.shape[2],
+        "PAGE": page_size,
+        "OPEN": open_tokens(layer),
         "DOT": DOT_DTYPES[dtype],
         "num_stages": 2,
         "K_ELEMENT": layer.keys.format.element.value,
+        "K_CHANNEL": layer.keys.format.is_per_channel,
         "V_ELEMENT": layer.values.format.element.value,
+        "V_CHANNEL": layer.values.format.is_per_channel,
     }
+
+
+def dim_of(layer: LayerPages) -> int:
+    """The size of a head."""
+    keys = layer.keys
+    return keys.payload.shape[3] * keys.payload.element_size() * 8 // keys.format.element.bits
+
+
+def open_tokens(layer: LayerPages) -> int:
+    """Tokens of a run that is read from pages only as a whole."""
+    return 1 if layer.keys.tails is None else layer.keys.payload.shape[2]
 
 
 def padded_dim(head_dim: int) -> int:
@@ -157,7 +302,7 @@ def padded_dim(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def check_attention(query: torch.Tensor, layer: LayerPages, window: int | None, sinks: int, dtype: torch.dtype) -> None:
+def check_attention(query: Tensor, layer: LayerPages, sequences: SequencePages, dtype: torch.dtype) -> None:
     """Raise ValueError for what the kernels can't compute rightly."""
     num_heads, head_dim = query.shape[1:]
     for side in (layer.keys, layer.values):
@@ -166,19 +311,13 @@ def check_attention(query: torch.Tensor, layer: LayerPages, window: int | None, 
         width = head_dim * side.format.element.bits // 8 // side.payload.element_size()
         if side.payload.shape[3] != width:
             raise ValueError(f"payload's rows are {side.payload.shape[3]} elements wide, must be {width}")
-        if dtype == torch.float16 and side.format.element.value in ("fp32", "bf16"):
+        if dtype == torch.float16 and side.format.element.value in ("fp32", "bf16") and side.tails is None:
             raise ValueError(f"{side.format} pages can exceed fp16; compute in bf16 or fp32")
+        if (side.tails is None) != (sequences.tails is None):
+            raise ValueError(f"{side.format} pages and their sequences must both have tails, or neither")
     if query.stride(2) != 1:
         raise ValueError("query's numbers of a head must lie side by side")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}, must be at least 1")
-    if sinks < 0:
-        raise ValueError(f"sinks is {sinks}, must be at least 0")
-
-
-def check_tables(tables: torch.Tensor, lengths: torch.Tensor, num_seqs: int) -> None:
-    """Raise ValueError where page tables and lengths are not those of so many sequences."""
-    if tables.shape[0] != num_seqs or lengths.shape != (num_seqs,) or tables.stride(1) != 1:
-        raise ValueError(
-            f"tables {list(tables.shape)} and lengths {list(lengths.shape)} must be of {num_seqs} sequences"
-        )
+    tables, num_seqs = sequences.tables, len(sequences.tables)
+    shapes = [list(part.shape) for part in (sequences.lengths, sequences.tails) if part is not None]
+    if any(shape != [num_seqs] for shape in shapes) or tables.stride(1) != 1:
+        raise ValueError(f"tables {list(tables.shape)} and lengths or tails {shapes} must be of as many sequences")

@@ -2,7 +2,8 @@
 
 out[s] = softmax(q[s] Kᵀ · scale) V over positions p that are seen: all, or with a window W the last W and p < sinks.
 Query head h reads KV head h // (H / Hk). Shapes: query [S, H, D]; tables [S, n] int32, pages of positions 0, B, 2 B …,
-entries outside the window are not read; lengths [S] int32, 0 gives a row of zeros; out [S, H, D] fp32.
+entries outside the window are not read; lengths [S] int32, 0 gives a row of zeros; out [S, H, D] fp32. Where a sequence
+has a tail, its open tokens are all there, the row's own included.
 
 Each split of 4 tiles of tokens is one program and leaves its normalised sum and log-sum-exp; a second kernel joins them
 (flash decoding). Splits are of one size, so that a row's result doesn't depend on the batch it is in.
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.gpu.page_tiles import (
+    SequencePages,
+    attend_open,
     attend_tiles,
     attention_arguments,
     check_attention,
-    check_tables,
     padded_dim,
     tile_range,
 )
@@ -29,17 +31,21 @@ _LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _decode_kernel(
-    query, query_stride, head_stride, tables, table_stride, lengths, partial, logs, num_splits, scale, window, sinks,
-    k_payload, k_scales, k_zeros, k_stride, k_factor_stride, v_payload, v_scales, v_zeros, v_stride, v_factor_stride,
+    query, query_stride, head_stride, tables, table_stride, lengths, tails, partial, logs, num_splits, scale,
+    window, sinks, k_payload, k_scales, k_zeros, k_stride, k_factor_stride, k_tails, k_tail_stride,
+    v_payload, v_scales, v_zeros, v_stride, v_factor_stride, v_tails, v_tail_stride,
     GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, K_ELEMENT: tl.constexpr, V_ELEMENT: tl.constexpr, DOT: tl.constexpr,
+    OPEN: tl.constexpr, TILE: tl.constexpr, OPEN_TILE: tl.constexpr, SPLIT_TILES: tl.constexpr, DOT: tl.constexpr,
+    K_ELEMENT: tl.constexpr, K_CHANNEL: tl.constexpr, V_ELEMENT: tl.constexpr, V_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """A program is one (sequence, KV head, split) and has the head's GROUP query heads as rows."""
     sequence, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence)
-    low, first_tile, sink_tiles, num_tiles = tile_range(length - 1, length - 1, window, sinks, TILE)
+    stored = length // OPEN * OPEN
+    low, first_tile, sink_tiles, num_tiles = tile_range(length - 1, stored, window, sinks, TILE)
     begin = split * SPLIT_TILES
-    if (begin >= num_tiles) | (length == 0):
+    # There is one split at least, and the last one has the open tokens.
+    if (begin >= tl.maximum(num_tiles, 1)) | (length == 0):
         return
     member, dim = tl.arange(0, ROWS), tl.arange(0, DP)
     query_head = head * GROUP + member
@@ -50,11 +56,19 @@ def _decode_kernel(
     rows = (rows.to(tl.float32) * scale).to(DOT)
     positions = tl.zeros([ROWS], tl.int32) + (length - 1)
     out, largest, total = attend_tiles(
-        rows, positions, begin, tl.minimum(begin + SPLIT_TILES, num_tiles), low, first_tile, sink_tiles, length,
+        rows, positions, begin, tl.minimum(begin + SPLIT_TILES, num_tiles), low, first_tile, sink_tiles, stored,
         window, sinks, tables + sequence * table_stride, head, k_payload, k_scales, k_zeros, k_stride, k_factor_stride,
         v_payload, v_scales, v_zeros, v_stride, v_factor_stride,
-        ROWS, D, DP, PAGE, TILE, K_ELEMENT, V_ELEMENT,
+        ROWS, D, DP, PAGE, OPEN, TILE, K_ELEMENT, K_CHANNEL, V_ELEMENT, V_CHANNEL,
     )  # fmt: skip
+    if OPEN > 1:
+        if begin + SPLIT_TILES >= num_tiles:
+            tail = tl.load(tails + sequence).to(tl.int64)
+            out, largest, total = attend_open(
+                rows, positions, out, largest, total, length - 1, length, low, window, sinks,
+                k_tails + tail * k_tail_stride + head * PAGE * D, v_tails + tail * v_tail_stride + head * PAGE * D,
+                None, 0, None, 0, D, DP, PAGE, OPEN_TILE,
+            )  # fmt: skip
     place = (sequence * tl.num_programs(1) * GROUP + query_head) * num_splits + split
     tl.store(partial + place[:, None] * D + dim[None, :], out / total[:, None], mask=mask)
     tl.store(logs + place, largest + tl.log2(total), mask=member < GROUP)
@@ -63,13 +77,13 @@ def _decode_kernel(
 @triton.jit
 def _combine_kernel(
     partial, logs, lengths, out, num_splits, window, sinks,
-    D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, OPEN: tl.constexpr, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr,
 ):  # fmt: skip
     """A program joins the splits of one (sequence, query head), in their order."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + sequence)
-    _, _, _, num_tiles = tile_range(length - 1, length - 1, window, sinks, TILE)
-    used = tl.where(length == 0, 0, (num_tiles + SPLIT_TILES - 1) // SPLIT_TILES)
+    _, _, _, num_tiles = tile_range(length - 1, length // OPEN * OPEN, window, sinks, TILE)
+    used = tl.where(length == 0, 0, (tl.maximum(num_tiles, 1) + SPLIT_TILES - 1) // SPLIT_TILES)
     place = sequence * tl.num_programs(1) + head
     dim = tl.arange(0, DP)
     reached, total, joined = -float("inf"), 0.0, tl.zeros([DP], tl.float32)
@@ -85,39 +99,36 @@ def _combine_kernel(
 
 
 def decode_attention(
-    query: Tensor,
-    layer: LayerPages,
-    tables: Tensor,
-    lengths: Tensor,
-    scale: float,
-    *,
-    window: int | None = None,
-    sinks: int = 0,
-    dtype: torch.dtype = torch.float32,
+    query: Tensor, layer: LayerPages, sequences: SequencePages, scale: float, *, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Products are of `dtype`, all else is fp32. Nothing is read back: a CUDA graph can hold it."""
-    check_attention(query, layer, window, sinks, dtype)
+    check_attention(query, layer, sequences, dtype)
     num_seqs, num_heads, head_dim = query.shape
-    check_tables(tables, lengths, num_seqs)
+    if len(sequences.tables) != num_seqs:
+        raise ValueError(f"query {list(query.shape)} must have a row for each of {len(sequences.tables)} sequences")
     num_kv_heads, page_size = layer.keys.payload.shape[1:3]
     tile = tile_tokens(dtype)
-    num_splits = most_splits(tables.shape[1] * page_size, window, sinks, tile)
-    shared = attention_arguments(layer, head_dim, window, sinks, dtype)
+    shared = attention_arguments(layer, sequences, dtype)
+    num_splits = most_splits(sequences.tables.shape[1] * page_size, layer.window, shared["sinks"], tile)
     partial = query.new_empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32)
     logs = query.new_empty((num_seqs, num_heads, num_splits), dtype=torch.float32)
     out = query.new_empty(query.shape, dtype=torch.float32)
     group = num_heads // num_kv_heads
     _decode_kernel[(num_seqs, num_kv_heads, num_splits)](
-        query=query, query_stride=query.stride(0), head_stride=query.stride(1), tables=tables,
-        table_stride=tables.stride(0), lengths=lengths, partial=partial, logs=logs, num_splits=num_splits,
-        scale=scale * _LOG2_E, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
-        TILE=tile, SPLIT_TILES=SPLIT_TILES, num_warps=num_warps(head_dim), **shared,
+        query=query, query_stride=query.stride(0), head_stride=query.stride(1), partial=partial, logs=logs,
+        num_splits=num_splits, scale=scale * _LOG2_E, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)),
+        TILE=tile, OPEN_TILE=open_tile(page_size), SPLIT_TILES=SPLIT_TILES, num_warps=num_warps(head_dim), **shared,
     )  # fmt: skip
     _combine_kernel[(num_seqs, num_heads)](
-        partial, logs, lengths, out, num_splits, shared["window"], shared["sinks"],
-        D=head_dim, DP=padded_dim(head_dim), TILE=tile, SPLIT_TILES=SPLIT_TILES, num_warps=1,
+        partial, logs, sequences.lengths, out, num_splits, shared["window"], shared["sinks"],
+        D=head_dim, DP=padded_dim(head_dim), OPEN=shared["OPEN"], TILE=tile, SPLIT_TILES=SPLIT_TILES, num_warps=1,
     )  # fmt: skip
     return out
+
+
+def open_tile(page_size: int) -> int:
+    """Open tokens that are read at once."""
+    return min(32, padded_dim(page_size))
 
 
 def tile_tokens(dtype: torch.dtype) -> int:
@@ -138,26 +149,31 @@ def most_splits(num_tokens: int, window: int | None, sinks: int, tile: int) -> i
 
 
 def attention_ref(
-    query: Tensor,
-    layer: LayerPages,
-    table: list[int],
-    positions: Tensor,
-    scale: float,
-    window: int | None = None,
-    sinks: int = 0,
+    query: Tensor, layer: LayerPages, table: list[int], positions: Tensor, scale: float, latest: Tensor | None = None
 ) -> Tensor:
-    """One sequence under a full mask: rows at `positions`, of which the last is its last token."""
-    length = int(positions[-1]) + 1
+    """One sequence under a full mask: rows at `positions`, of which the last is its last token.
+
+    `latest` [2, length, Hk, D] are the keys and values that were appended, where pages have tails: a row reads its open
+    tokens as these.
+    """
+    length, page_size = int(positions[-1]) + 1, layer.keys.payload.shape[2]
     group = query.shape[1] // layer.keys.payload.shape[1]
-    keys, values = (
-        side.read()[table].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0)
-        for side in (layer.keys, layer.values)
-    )  # [H, length, D]
     seen, row = torch.arange(length)[None, :], positions[:, None]
     hidden = seen > row
-    if window is not None:
-        hidden |= (seen <= row - window) & (seen >= sinks)
-    scores = torch.einsum("rhd,htd->hrt", query.float(), keys).mul_(scale).masked_fill_(hidden, float("-inf"))
+    if layer.window is not None:
+        hidden |= (seen <= row - layer.window) & (seen >= layer.sinks)
+    is_open = (seen >= (row + 1) // page_size * page_size) & (latest is not None)  # [R, length]
+    scores, parts = torch.empty(query.shape[1], len(positions), length), []
+    for side in (0, 1):
+        pages = (layer.keys, layer.values)[side]
+        stored = pages.read()[table].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0)  # [H, length, D]
+        plain = stored if latest is None else latest[side].half().float().transpose(0, 1).repeat_interleave(group, 0)
+        parts.append((stored, plain))
+    (keys, open_keys), (values, open_values) = parts
+    scores = torch.where(
+        is_open, torch.einsum("rhd,htd->hrt", query.float(), open_keys), torch.einsum("rhd,htd->hrt", query.float(), keys)
+    )
+    weights = scores.mul_(scale).masked_fill_(hidden, float("-inf")).softmax(-1)
     # Hidden tokens' pages may be freed, and hold NaN.
-    unseen = hidden.all(0)
-    return torch.einsum("hrt,htd->rhd", scores.softmax(-1), values.masked_fill(unseen[None, :, None], 0))
+    values = values.masked_fill((hidden | is_open).all(0)[None, :, None], 0)
+    return torch.einsum("hrt,htd->rhd", weights * ~is_open, values) + torch.einsum("hrt,htd->rhd", weights * is_open, open_values)

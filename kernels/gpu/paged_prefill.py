@@ -1,6 +1,7 @@
 """Prefill attention over pages: chunks of many sequences, of unlike lengths, without padding.
 
-A chunk's tokens are its sequence's last, and are in the pages already, as stored: cached and new tokens read alike.
+A chunk's tokens are its sequence's last, and are in the pages already, as stored: cached and new tokens read alike. Where
+sequences have tails, a row's open tokens come from there and from the chunk's own rows, which the tails don't hold yet.
 out[t] = softmax(q[t] Kᵀ · scale) V over positions p ≤ position[t]; with a window W, p > position[t] - W or p < sinks.
 Shapes: query [T, H, D], sequence after sequence; tables [S, n] and lengths [S] as in paged_attention; out [T, H, D]
 fp32.
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.gpu.page_tiles import (
+    SequencePages,
+    attend_open,
     attend_tiles,
     attention_arguments,
     check_attention,
-    check_tables,
     padded_dim,
+    row_arguments,
     tile_range,
 )
 
@@ -54,10 +57,13 @@ class Chunks:
 
 @triton.jit
 def _prefill_kernel(
-    query, query_stride, head_stride, tables, table_stride, lengths, starts, blocks, out, scale, window, sinks,
-    k_payload, k_scales, k_zeros, k_stride, k_factor_stride, v_payload, v_scales, v_zeros, v_stride, v_factor_stride,
+    query, query_stride, head_stride, keys, k_token_stride, k_head_stride, values, v_token_stride, v_head_stride,
+    tables, table_stride, lengths, tails, starts, blocks, out, scale, window, sinks,
+    k_payload, k_scales, k_zeros, k_stride, k_factor_stride, k_tails, k_tail_stride,
+    v_payload, v_scales, v_zeros, v_stride, v_factor_stride, v_tails, v_tail_stride,
     GROUP: tl.constexpr, PAIRS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, K_ELEMENT: tl.constexpr, V_ELEMENT: tl.constexpr, DOT: tl.constexpr,
+    OPEN: tl.constexpr, TILE: tl.constexpr, DOT: tl.constexpr,
+    K_ELEMENT: tl.constexpr, K_CHANNEL: tl.constexpr, V_ELEMENT: tl.constexpr, V_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     block, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(blocks + 2 * block).to(tl.int64)
@@ -72,15 +78,25 @@ def _prefill_kernel(
     token = (start + row).to(tl.int64)
     place = token[:, None] * query_stride + query_head[:, None] * head_stride + dim[None, :]
     rows = (tl.load(query + place, mask=mask, other=0).to(tl.float32) * scale).to(DOT)
-    low, first_tile, sink_tiles, num_tiles = tile_range(
-        before + first_pair // GROUP, before + last_row, window, sinks, TILE
-    )
-    result, _, total = attend_tiles(
-        rows, before + tl.minimum(row, last_row), 0, num_tiles, low, first_tile, sink_tiles, before + last_row + 1,
+    positions = before + tl.minimum(row, last_row)
+    stored = (before + last_row + 1) // OPEN * OPEN
+    low, first_tile, sink_tiles, num_tiles = tile_range(before + first_pair // GROUP, stored, window, sinks, TILE)
+    result, largest, total = attend_tiles(
+        rows, positions, 0, num_tiles, low, first_tile, sink_tiles, stored,
         window, sinks, tables + sequence * table_stride, head, k_payload, k_scales, k_zeros, k_stride, k_factor_stride,
         v_payload, v_scales, v_zeros, v_stride, v_factor_stride,
-        PAIRS, D, DP, PAGE, TILE, K_ELEMENT, V_ELEMENT,
+        PAIRS, D, DP, PAGE, OPEN, TILE, K_ELEMENT, K_CHANNEL, V_ELEMENT, V_CHANNEL,
     )  # fmt: skip
+    if OPEN > 1:
+        tail = tl.load(tails + sequence).to(tl.int64)
+        first_token = start.to(tl.int64)
+        result, largest, total = attend_open(
+            rows, positions, result, largest, total, before + last_row, before, low, window, sinks,
+            k_tails + tail * k_tail_stride + head * PAGE * D, v_tails + tail * v_tail_stride + head * PAGE * D,
+            keys + first_token * k_token_stride + head * k_head_stride, k_token_stride,
+            values + first_token * v_token_stride + head * v_head_stride, v_token_stride,
+            D, DP, PAGE, TILE,
+        )  # fmt: skip
     place = (token * (tl.num_programs(1) * GROUP) + query_head)[:, None] * D + dim[None, :]
     tl.store(out + place, result / total[:, None], mask=mask)
 
@@ -88,28 +104,31 @@ def _prefill_kernel(
 def prefill_attention(
     query: Tensor,
     layer: LayerPages,
-    tables: Tensor,
-    lengths: Tensor,
+    sequences: SequencePages,
     chunks: Chunks,
     scale: float,
     *,
-    window: int | None = None,
-    sinks: int = 0,
+    new: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Products are of `dtype`, all else is fp32; `chunks` must be of these rows, this model and this dtype."""
-    check_attention(query, layer, window, sinks, dtype)
+    """Products are of `dtype`, all else is fp32; `chunks` must be of these rows, this model and this dtype.
+
+    `new` are the rows' keys and values [T, Hk, D], strided but for D, for sequences that have tails.
+    """
+    check_attention(query, layer, sequences, dtype)
     num_heads, head_dim = query.shape[1:]
     num_seqs = len(chunks.starts) - 1
-    check_tables(tables, lengths, num_seqs)
+    if len(sequences.tables) != num_seqs:
+        raise ValueError(f"tables {list(sequences.tables.shape)} must be of {num_seqs} sequences")
     num_kv_heads = layer.keys.payload.shape[1]
     out = query.new_empty(query.shape, dtype=torch.float32)
     if len(chunks.blocks):
+        shared = attention_arguments(layer, sequences, dtype)
         _prefill_kernel[(len(chunks.blocks), num_kv_heads)](
-            query=query, query_stride=query.stride(0), head_stride=query.stride(1), tables=tables,
-            table_stride=tables.stride(0), lengths=lengths, starts=chunks.starts, blocks=chunks.blocks, out=out,
+            query=query, query_stride=query.stride(0), head_stride=query.stride(1), **row_arguments(new),
+            starts=chunks.starts, blocks=chunks.blocks, out=out,
             scale=scale * _LOG2_E, GROUP=num_heads // num_kv_heads, PAIRS=chunks.pairs, TILE=TILE,
-            num_warps=num_warps(head_dim, dtype), **attention_arguments(layer, head_dim, window, sinks, dtype),
+            num_warps=num_warps(head_dim, dtype), **shared,
         )  # fmt: skip
     return out
 
