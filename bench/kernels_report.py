@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from pageferry.core.formats import Element, PageFormat, TensorFormat
 from pageferry.kernels.gpu import (
     append_pages,
+    append_tails,
     linear,
     move_pages,
     page_tiles,
@@ -39,7 +40,8 @@ TARGETS = (80, 90)
 PAGE_SIZE = 16
 FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym")
 APART = ("k=int8,v=int4:asym", "k=int4:asym,v=bf16", "k=fp32,v=fp8_e4m3")
-QUICK = "k=fp8_e4m3,v=int4:asym"
+TAILED = ("int8:channel", "int4:channel:asym", "fp8_e4m3:channel", "k=int8:channel,v=int4", "k=int4:channel:asym,v=bf16")
+QUICK = ("k=fp8_e4m3,v=int4:asym", "k=int8:channel,v=int4:asym")
 _POINTERS = {Element.FP32: "*fp32", Element.BF16: "*bf16", Element.FP16: "*fp16"}
 
 
@@ -97,8 +99,11 @@ def side(prefix: str, format_: TensorFormat) -> tuple[dict[str, str], dict[str, 
     """Types and constants of a side's arguments."""
     signed = format_.element is Element.INT8 and format_.symmetric
     types = {f"{prefix}_payload": _POINTERS.get(format_.element, "*i8" if signed else "*u8")}
-    constants: dict[str, object] = {f"{prefix.upper()}_ELEMENT": format_.element.value}
-    for part, is_there in (("scales", format_.scale_bytes), ("zeros", format_.zero_bytes)):
+    constants: dict[str, object] = {
+        f"{prefix.upper()}_ELEMENT": format_.element.value,
+        f"{prefix.upper()}_CHANNEL": format_.is_per_channel,
+    }
+    for part, is_there in (("scales", format_.element.is_scaled), ("zeros", not format_.symmetric)):
         if is_there:
             types[f"{prefix}_{part}"] = "*fp16"
         else:
@@ -106,35 +111,54 @@ def side(prefix: str, format_: TensorFormat) -> tuple[dict[str, str], dict[str, 
     return types, constants
 
 
+def of_tails(*, there: bool) -> tuple[dict[str, str], dict[str, object]]:
+    """Types and constants of what is there for tails."""
+    pointers = {"tails": "*i32", "k_tails": "*fp16", "v_tails": "*fp16"}
+    rows = {"keys": "*fp32", "values": "*fp32"}
+    return (pointers | rows, {}) if there else ({}, dict.fromkeys((*pointers, *rows)))
+
+
+def named(kernel: triton.JITFunction, values: dict[str, object]) -> dict[str, object]:
+    """Those that the kernel has."""
+    return {name: value for name, value in values.items() if name in kernel.arg_names}
+
+
 def of_pages(text: str, dim: int, group: int, dtype: torch.dtype) -> Iterator[Variant]:
     """Append, decode and prefill over pages of a format."""
     page_format = PageFormat.parse(text)
+    has_tails = page_format.has_tails
     (k_types, k_constants), (v_types, v_constants) = side("k", page_format.k), side("v", page_format.v)
-    sides = k_types | v_types
+    tail_types, tail_constants = of_tails(there=has_tails)
+    types = k_types | v_types | tail_types | {"query": "*fp32", "tables": "*i32", "lengths": "*i32", "scale": "fp32"}
+    types |= {"partial": "*fp32", "logs": "*fp32", "starts": "*i32", "blocks": "*i32", "out": "*fp32"}
     shape = {"D": dim, "DP": page_tiles.padded_dim(dim), "PAGE": PAGE_SIZE} | k_constants | v_constants
     suffix = f"{text} {dim}" if dtype == torch.bfloat16 else f"{text} {dim} in fp32"
+
+    def variant(name: str, kernel: triton.JITFunction, constants: dict[str, object], warps: int = 4) -> Variant:
+        return Variant(f"{name} {suffix}", kernel, named(kernel, types), named(kernel, shape | constants), warps)
+
     if dtype == torch.bfloat16:
         tops = {"K_TOP": append_pages.top(page_format.k), "V_TOP": append_pages.top(page_format.v)}
-        types = sides | {"keys": "*fp32", "values": "*fp32", "pages": "*i64", "slots": "*i64"}
-        constants = shape | tops | {"TOKENS": append_pages.TOKENS}
-        yield Variant(f"append {suffix}", append_pages._append_kernel, types, constants)
-    common = sides | {"query": "*fp32", "tables": "*i32", "lengths": "*i32", "scale": "fp32"}
-    shape |= {"GROUP": group, "DOT": page_tiles.DOT_DTYPES[dtype]}
-    types = common | {"partial": "*fp32", "logs": "*fp32"}
-    tile = paged_attention.tile_tokens(dtype)
-    constants = shape | {"TILE": tile, "ROWS": 16, "SPLIT_TILES": paged_attention.SPLIT_TILES}
-    warps = paged_attention.num_warps(dim)
-    yield Variant(f"decode {suffix}", paged_attention._decode_kernel, types, constants, warps)
-    types = common | {"starts": "*i32", "blocks": "*i32", "out": "*fp32"}
-    constants = shape | {"TILE": paged_prefill.TILE, "PAIRS": paged_prefill.num_pairs(dtype)}
-    warps = paged_prefill.num_warps(dim, dtype)
-    yield Variant(f"prefill {suffix}", paged_prefill._prefill_kernel, types, constants, warps)
+        types |= {"keys": "*fp32", "values": "*fp32", "pages": "*i64", "slots": "*i64"}
+        if has_tails:
+            constants = tops | {"SLOTS": PAGE_SIZE}
+            yield variant("append one", append_tails._append_tails_kernel, constants | {"touched": None, "starts": None})
+            types["touched"] = "*i32"
+            yield variant("append chunk", append_tails._append_tails_kernel, constants)
+        else:
+            yield variant("append", append_pages._append_kernel, tops | {"TOKENS": append_pages.TOKENS})
+    shape |= {"GROUP": group, "DOT": page_tiles.DOT_DTYPES[dtype], "OPEN": PAGE_SIZE if has_tails else 1} | tail_constants
+    constants = {"TILE": paged_attention.tile_tokens(dtype), "OPEN_TILE": paged_attention.open_tile(PAGE_SIZE)}
+    constants |= {"ROWS": 16, "SPLIT_TILES": paged_attention.SPLIT_TILES}
+    yield variant("decode", paged_attention._decode_kernel, constants, paged_attention.num_warps(dim))
+    constants = {"TILE": paged_prefill.TILE, "PAIRS": paged_prefill.num_pairs(dtype)}
+    yield variant("prefill", paged_prefill._prefill_kernel, constants, paged_prefill.num_warps(dim, dtype))
 
 
 def others() -> Iterator[Variant]:
     for dim in (64, 128):
         types = {"partial": "*fp32", "logs": "*fp32", "lengths": "*i32", "out": "*fp32"}
-        constants = {"D": dim, "DP": dim, "TILE": 64, "SPLIT_TILES": paged_attention.SPLIT_TILES}
+        constants = {"D": dim, "DP": dim, "OPEN": 1, "TILE": 64, "SPLIT_TILES": paged_attention.SPLIT_TILES}
         yield Variant(f"combine {dim}", paged_attention._combine_kernel, types, constants, num_warps=1)
         types = {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "out": "*fp32"}
         constants = {"HEADS": rotary.HEADS, "HALF": dim // 2, "HALF_P": dim // 2}
@@ -178,13 +202,14 @@ def matmuls() -> Iterator[Variant]:
 
 def variants(*, quick: bool) -> Iterator[Variant]:
     if quick:
-        yield from of_pages(QUICK, 64, 3, torch.bfloat16)
+        for text in QUICK:
+            yield from of_pages(text, 64, 3, torch.bfloat16)
         return
-    for text in (*FORMATS, *APART):
+    for text in (*FORMATS, *APART, *TAILED):
         yield from of_pages(text, 64, 3, torch.bfloat16)
-    for text in FORMATS:
+    for text in (*FORMATS, *TAILED):
         yield from of_pages(text, 128, 4, torch.bfloat16)
-    for text in ("fp32", "int4:asym"):
+    for text in ("fp32", "int4:asym", "int4:channel:asym"):
         yield from of_pages(text, 64, 3, torch.float32)
         yield from of_pages(text, 128, 4, torch.float32)
     yield from others()
