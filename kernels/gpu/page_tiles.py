@@ -66,16 +66,18 @@ def load_vectors(
     """[N, DP] in DOT: elements of one head in slots [N] of pages [N], times their factors where these are channels'."""
     WIDTH: tl.constexpr = D // 2 if ELEMENT == "int4" else D
     bases = page * stride + (head * PAGE + slot) * WIDTH
-    if not CHANNEL:
-        return load_numbers(payload, bases, reads, D, DP, ELEMENT, zeros is None, DOT)
-    numbers = load_numbers(payload, bases, reads, D, DP, ELEMENT, zeros is None, tl.float32)
-    dim = tl.arange(0, DP)
-    place = (page * factor_stride + head * D)[:, None] + dim[None, :]
-    mask = reads[:, None] & (dim < D)[None, :]
-    numbers *= tl.load(scales + place, mask=mask, other=0).to(tl.float32)
-    if zeros is not None:
-        numbers += tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
-    return numbers.to(DOT)
+    if CHANNEL:
+        dim = tl.arange(0, DP)
+        place = (page * factor_stride + head * D)[:, None] + dim[None, :]
+        mask = reads[:, None] & (dim < D)[None, :]
+        numbers = load_numbers(payload, bases, reads, D, DP, ELEMENT, zeros is None, tl.float32)
+        numbers *= tl.load(scales + place, mask=mask, other=0).to(tl.float32)
+        if zeros is not None:
+            numbers += tl.load(zeros + place, mask=mask, other=0).to(tl.float32)
+        vectors = numbers.to(DOT)
+    else:
+        vectors = load_numbers(payload, bases, reads, D, DP, ELEMENT, zeros is None, DOT)
+    return vectors
 
 
 @triton.jit
@@ -97,13 +99,13 @@ def load_open(
     dim = tl.arange(0, DP)
     live, slot = (dim < D)[None, :], token % PAGE
     mask = (reads & (token < before))[:, None] & live
-    held = tl.load(tail + slot[:, None] * D + dim[None, :], mask=mask, other=0)
-    if rows is None:
-        return held
-    is_new = reads & (token >= before)
-    place = (token - before).to(tl.int64)[:, None] * token_stride + dim[None, :]
-    new = rounded_vectors(tl.load(rows + place, mask=is_new[:, None] & live, other=0).to(tl.float32))
-    return tl.where(is_new[:, None], new, held)
+    vectors = tl.load(tail + slot[:, None] * D + dim[None, :], mask=mask, other=0)
+    if rows is not None:
+        is_new = (reads & (token >= before))[:, None]
+        place = (token - before).to(tl.int64)[:, None] * token_stride + dim[None, :]
+        new = rounded_vectors(tl.load(rows + place, mask=is_new & live, other=0).to(tl.float32))
+        vectors = tl.where(is_new, new, vectors)
+    return vectors
 
 
 @triton.jit
