@@ -40,7 +40,13 @@ TARGETS = (80, 90)
 PAGE_SIZE = 16
 FORMATS = ("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym")
 APART = ("k=int8,v=int4:asym", "k=int4:asym,v=bf16", "k=fp32,v=fp8_e4m3")
-TAILED = ("int8:channel", "int4:channel:asym", "fp8_e4m3:channel", "k=int8:channel,v=int4", "k=int4:channel:asym,v=bf16")
+TAILED = (
+    "int8:channel",
+    "int4:channel:asym",
+    "fp8_e4m3:channel",
+    "k=int8:channel,v=int4",
+    "k=int4:channel:asym,v=bf16",
+)
 QUICK = ("k=fp8_e4m3,v=int4:asym", "k=int8:channel,v=int4:asym")
 _POINTERS = {Element.FP32: "*fp32", Element.BF16: "*bf16", Element.FP16: "*fp16"}
 
@@ -54,6 +60,7 @@ class Variant:
     types: dict[str, str]
     constants: dict[str, object]
     num_warps: int = 4
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,7 @@ def compiled(variant: Variant, arch: int) -> Row:
     }
     source = ASTSource(fn=variant.kernel, signature=kinds, constexprs=variant.constants, attrs=aligned)
     options = {"num_warps": variant.num_warps, "num_stages": 2, "enable_fp_fusion": True}
+    options["maxnreg"] = variant.max_registers
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, spills = assembled(result.asm["ptx"], arch)
     return Row(variant.name, f"sm_{arch}", registers, spills, result.metadata.shared)
@@ -134,25 +142,36 @@ def of_pages(text: str, dim: int, group: int, dtype: torch.dtype) -> Iterator[Va
     shape = {"D": dim, "DP": page_tiles.padded_dim(dim), "PAGE": PAGE_SIZE} | k_constants | v_constants
     suffix = f"{text} {dim}" if dtype == torch.bfloat16 else f"{text} {dim} in fp32"
 
-    def variant(name: str, kernel: triton.JITFunction, constants: dict[str, object], warps: int = 4) -> Variant:
-        return Variant(f"{name} {suffix}", kernel, named(kernel, types), named(kernel, shape | constants), warps)
+    def variant(
+        name: str, kernel: triton.JITFunction, constants: dict[str, object], warps: int = 4, most: int | None = None
+    ) -> Variant:
+        constants = named(kernel, shape | constants)
+        return Variant(f"{name} {suffix}", kernel, named(kernel, types), constants, warps, most)
 
     if dtype == torch.bfloat16:
         tops = {"K_TOP": append_pages.top(page_format.k), "V_TOP": append_pages.top(page_format.v)}
         types |= {"keys": "*fp32", "values": "*fp32", "pages": "*i64", "slots": "*i64"}
         if has_tails:
             constants = tops | {"SLOTS": PAGE_SIZE}
-            yield variant("append one", append_tails._append_tails_kernel, constants | {"touched": None, "starts": None})
+            yield variant(
+                "append one", append_tails._append_tails_kernel, constants | {"touched": None, "starts": None}
+            )
             types["touched"] = "*i32"
             yield variant("append chunk", append_tails._append_tails_kernel, constants)
         else:
             yield variant("append", append_pages._append_kernel, tops | {"TOKENS": append_pages.TOKENS})
-    shape |= {"GROUP": group, "DOT": page_tiles.DOT_DTYPES[dtype], "OPEN": PAGE_SIZE if has_tails else 1} | tail_constants
+    shape |= {
+        "GROUP": group,
+        "DOT": page_tiles.DOT_DTYPES[dtype],
+        "OPEN": PAGE_SIZE if has_tails else 1,
+    } | tail_constants
     constants = {"TILE": paged_attention.tile_tokens(dtype), "OPEN_TILE": paged_attention.open_tile(PAGE_SIZE)}
     constants |= {"ROWS": 16, "SPLIT_TILES": paged_attention.SPLIT_TILES}
-    yield variant("decode", paged_attention._decode_kernel, constants, paged_attention.num_warps(dim))
-    constants = {"TILE": paged_prefill.TILE, "PAIRS": paged_prefill.num_pairs(dtype)}
-    yield variant("prefill", paged_prefill._prefill_kernel, constants, paged_prefill.num_warps(dim, dtype))
+    most = page_tiles.MAX_REGISTERS
+    yield variant("decode", paged_attention._decode_kernel, constants, paged_attention.num_warps(dim), most)
+    constants = {"TILE": paged_prefill.TILE, "PAIRS": paged_prefill.num_pairs(dim, has_tails, dtype)}
+    warps = paged_prefill.num_warps(dim, has_tails, dtype)
+    yield variant("prefill", paged_prefill._prefill_kernel, constants, warps, most)
 
 
 def others() -> Iterator[Variant]:

@@ -1,7 +1,7 @@
 """Write tokens' keys and values into their pages, quantised bit for bit as `kernels.quantise` does.
 
-Shapes: keys, values [T, Hk, D], strided but for D; pages, slots [T] int32 or int64, a page below 0 is no token; pages as
-in kernels.append_pages. Pages with tails are written by `append_tails`.
+Shapes: keys, values [T, Hk, D], strided but for D; pages, slots [T] int32 or int64, a page below 0 is no token; pages
+as in kernels.append_pages. Pages with tails are written by `append_tails`.
 """
 
 import triton
@@ -59,7 +59,8 @@ def _scaled(x, is_finite, live, TOP: tl.constexpr, SYMMETRIC: tl.constexpr):
     scales = tl.where(scales == 0, 1.0, scales.to(tl.float32))
     scales = tl.where(is_finite, scales, float("nan"))
     scaled = tl.div_rn(scaled, tl.broadcast_to(scales[:, None], scaled.shape))
-    # Also NaN, of vectors that aren't finite, becomes a number: their scales say so.
+    # Also NaN, of numbers that aren't finite, becomes one: their scales say so.
+    scaled = tl.where(scaled == scaled, scaled, 0.0)
     scaled = tl.where(scaled > low, scaled, low * 1.0)
     return tl.where(scaled < TOP, scaled, TOP * 1.0), scales.to(tl.float16), zeros
 
@@ -130,7 +131,7 @@ def _append_side(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _append_kernel(
     keys, k_token_stride, k_head_stride, values, v_token_stride, v_head_stride, pages, slots, num_tokens,
     k_payload, k_scales, k_zeros, k_stride, k_factor_stride, v_payload, v_scales, v_zeros, v_stride, v_factor_stride,

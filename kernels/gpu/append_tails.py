@@ -1,8 +1,8 @@
 """Write tokens' keys and values where pages have tails: into pages that are full now, else into the tails.
 
 A page whose last token is here is quantised as a whole, bit for bit as `kernels.quantise` does: its tokens before the
-chunk are in the sequence's tail, the others are the chunk's rows, and all are rounded to fp16 first. A page that is still
-open keeps its rows in the tail, with zeros behind them.
+chunk are in the sequence's tail, the others are the chunk's rows, and all are rounded to fp16 first. A page that is
+still open keeps its rows in the tail, with zeros behind them.
 Shapes: keys, values [T, Hk, D], sequence after sequence, strided but for D; tails as in kernels.append_pages.
 """
 
@@ -43,7 +43,10 @@ class TouchedPages:
             end = length // page_size
             full += [(i, index) for index in range((length - count) // page_size, end)]
             still_open += [(i, end)] * (count > 0 and length % page_size > 0)
-        return cls(starts, *(torch.tensor(pages, dtype=torch.int32).view(-1, 2).to(starts.device) for pages in (full, still_open)))
+        return cls(
+            starts,
+            *(torch.tensor(pages, dtype=torch.int32).view(-1, 2).to(starts.device) for pages in (full, still_open)),
+        )
 
 
 @triton.jit

@@ -51,6 +51,12 @@ class GroupedWeight:
     def in_features(self) -> int:
         return self.scales.shape[1] * GROUP
 
+    def rows(self, row_ids: Tensor) -> "GroupedWeight":
+        """Of those numbers, such as of tokens in an embedding table."""
+        elements, scales = self.elements.index_select(0, row_ids), self.scales.index_select(0, row_ids)
+        minima = None if self.minima is None else self.minima.index_select(0, row_ids)
+        return GroupedWeight(elements, scales, minima, self.offset)
+
     def dequantise(self) -> Tensor:
         """[out, in] fp32."""
         groups = self.elements.unflatten(1, (-1, 16 if self.is_packed else GROUP))
@@ -71,7 +77,7 @@ def _weights(numbers, scales, minima, place, mask, OFFSET: tl.constexpr, PER_GRO
     return tl.reshape(grouped.to(DOT), numbers.shape)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x, row_stride, elements, scales, minima, bias, out, num_rows, out_features, in_features,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr,

@@ -17,6 +17,7 @@ from torch import Tensor
 from pageferry.kernels.append_pages import LayerPages, SidePages
 
 NO_WINDOW = 1 << 30  # wider than any sequence
+MAX_REGISTERS = 255  # told so, the assembler spills none to fit more programs
 DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -244,7 +245,7 @@ def tail_arguments(layer: LayerPages) -> dict[str, object]:
 
 
 def row_arguments(new: tuple[Tensor, Tensor] | None) -> dict[str, object]:
-    """Pointers and strides of keys and values [T, Hk, D]; raises ValueError unless a head's numbers lie side by side."""
+    """Pointers and strides of keys and values [T, Hk, D]; ValueError unless a head's numbers lie side by side."""
     if new is None:
         strides = ("k_token_stride", "k_head_stride", "v_token_stride", "v_head_stride")
         return {"keys": None, "values": None} | dict.fromkeys(strides, 0)
@@ -263,7 +264,6 @@ def row_arguments(new: tuple[Tensor, Tensor] | None) -> dict[str, object]:
 
 def attention_arguments(layer: LayerPages, sequences: SequencePages, dtype: torch.dtype) -> dict[str, object]:
     """What decode and prefill attention have in common."""
-    _, num_kv_heads, page_size, _ = layer.keys.payload.shape
     head_dim = dim_of(layer)
     return {
         "tables": sequences.tables,
@@ -277,10 +277,11 @@ def attention_arguments(layer: LayerPages, sequences: SequencePages, dtype: torc
         "sinks": 0 if layer.window is None else layer.sinks,
         "D": head_dim,
         "DP": padded_dim(head_dim),
-        "PAGE": page_size,
+        "PAGE": layer.keys.payload.shape[2],
         "OPEN": open_tokens(layer),
         "DOT": DOT_DTYPES[dtype],
         "num_stages": 2,
+        "maxnreg": MAX_REGISTERS,
         "K_ELEMENT": layer.keys.format.element.value,
         "K_CHANNEL": layer.keys.format.is_per_channel,
         "V_ELEMENT": layer.values.format.element.value,

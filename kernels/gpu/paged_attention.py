@@ -29,7 +29,7 @@ SPLIT_TILES = 4
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _decode_kernel(
     query, query_stride, head_stride, tables, table_stride, lengths, tails, partial, logs, num_splits, scale,
     window, sinks, k_payload, k_scales, k_zeros, k_stride, k_factor_stride, k_tails, k_tail_stride,
@@ -74,7 +74,7 @@ def _decode_kernel(
     tl.store(logs + place, largest + tl.log2(total), mask=member < GROUP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _combine_kernel(
     partial, logs, lengths, out, num_splits, window, sinks,
     D: tl.constexpr, DP: tl.constexpr, OPEN: tl.constexpr, TILE: tl.constexpr, SPLIT_TILES: tl.constexpr,
@@ -146,34 +146,3 @@ def most_splits(num_tokens: int, window: int | None, sinks: int, tile: int) -> i
     if window is not None:
         tiles = min(tiles, -(-sinks // tile) + (window + tile - 2) // tile + 1)
     return max(1, -(-tiles // SPLIT_TILES))
-
-
-def attention_ref(
-    query: Tensor, layer: LayerPages, table: list[int], positions: Tensor, scale: float, latest: Tensor | None = None
-) -> Tensor:
-    """One sequence under a full mask: rows at `positions`, of which the last is its last token.
-
-    `latest` [2, length, Hk, D] are the keys and values that were appended, where pages have tails: a row reads its open
-    tokens as these.
-    """
-    length, page_size = int(positions[-1]) + 1, layer.keys.payload.shape[2]
-    group = query.shape[1] // layer.keys.payload.shape[1]
-    seen, row = torch.arange(length)[None, :], positions[:, None]
-    hidden = seen > row
-    if layer.window is not None:
-        hidden |= (seen <= row - layer.window) & (seen >= layer.sinks)
-    is_open = (seen >= (row + 1) // page_size * page_size) & (latest is not None)  # [R, length]
-    scores, parts = torch.empty(query.shape[1], len(positions), length), []
-    for side in (0, 1):
-        pages = (layer.keys, layer.values)[side]
-        stored = pages.read()[table].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0)  # [H, length, D]
-        plain = stored if latest is None else latest[side].half().float().transpose(0, 1).repeat_interleave(group, 0)
-        parts.append((stored, plain))
-    (keys, open_keys), (values, open_values) = parts
-    scores = torch.where(
-        is_open, torch.einsum("rhd,htd->hrt", query.float(), open_keys), torch.einsum("rhd,htd->hrt", query.float(), keys)
-    )
-    weights = scores.mul_(scale).masked_fill_(hidden, float("-inf")).softmax(-1)
-    # Hidden tokens' pages may be freed, and hold NaN.
-    values = values.masked_fill((hidden | is_open).all(0)[None, :, None], 0)
-    return torch.einsum("hrt,htd->rhd", weights * ~is_open, values) + torch.einsum("hrt,htd->rhd", weights * is_open, open_values)

@@ -1,7 +1,7 @@
 """Prefill attention over pages: chunks of many sequences, of unlike lengths, without padding.
 
-A chunk's tokens are its sequence's last, and are in the pages already, as stored: cached and new tokens read alike. Where
-sequences have tails, a row's open tokens come from there and from the chunk's own rows, which the tails don't hold yet.
+A chunk's tokens are its sequence's last, and are in the pages already, as stored: cached and new tokens read alike.
+Where sequences have tails, a row's open tokens come from there and from the chunk's own rows, which the tails lack.
 out[t] = softmax(q[t] Kᵀ · scale) V over positions p ≤ position[t]; with a window W, p > position[t] - W or p < sinks.
 Shapes: query [T, H, D], sequence after sequence; tables [S, n] and lengths [S] as in paged_attention; out [T, H, D]
 fp32.
@@ -23,6 +23,7 @@ from pageferry.kernels.gpu.page_tiles import (
     attend_tiles,
     attention_arguments,
     check_attention,
+    dim_of,
     padded_dim,
     row_arguments,
     tile_range,
@@ -41,9 +42,10 @@ class Chunks:
     blocks: Tensor  # [programs, 2] int32: sequence, and first pair in it
 
     @classmethod
-    def of(cls, counts: list[int], group: int, dtype: torch.dtype, device: torch.device | str) -> "Chunks":
-        """Chunks of `counts` rows each, with `group` query heads to a KV head, that are multiplied in `dtype`."""
-        pairs = num_pairs(dtype)
+    def of(cls, counts: list[int], num_heads: int, layer: LayerPages, dtype: torch.dtype) -> "Chunks":
+        """Chunks of `counts` rows each, with `num_heads` query heads, that are multiplied in `dtype`."""
+        pairs = num_pairs(dim_of(layer), layer.keys.tails is not None, dtype)
+        group, device = num_heads // layer.keys.payload.shape[1], layer.keys.payload.device
         starts = [0]
         for count in counts:
             starts.append(starts[-1] + count)
@@ -128,15 +130,19 @@ def prefill_attention(
             query=query, query_stride=query.stride(0), head_stride=query.stride(1), **row_arguments(new),
             starts=chunks.starts, blocks=chunks.blocks, out=out,
             scale=scale * _LOG2_E, GROUP=num_heads // num_kv_heads, PAIRS=chunks.pairs, TILE=TILE,
-            num_warps=num_warps(head_dim, dtype), **shared,
+            num_warps=num_warps(head_dim, layer.keys.tails is not None, dtype), **shared,
         )  # fmt: skip
     return out
 
 
-def num_pairs(dtype: torch.dtype) -> int:
+def num_pairs(head_dim: int, has_tails: bool, dtype: torch.dtype) -> int:
     """As many as registers hold; fp32 is multiplied as three parts."""
-    return 16 if dtype == torch.float32 else 64
+    if dtype == torch.float32:
+        return 16
+    return 32 if has_tails and padded_dim(head_dim) > 64 else 64
 
 
-def num_warps(head_dim: int, dtype: torch.dtype) -> int:
-    return 4 if padded_dim(head_dim) <= 64 and dtype != torch.float32 else 8
+def num_warps(head_dim: int, has_tails: bool, dtype: torch.dtype) -> int:
+    if dtype == torch.float32:
+        return 8
+    return 4 if has_tails or padded_dim(head_dim) <= 64 else 8

@@ -2,19 +2,14 @@
 
 import torch
 
+from pageferry.engine.gpu_pages import DevicePages
 from pageferry.engine.pages import PageTensors
 
 
 def on_device(pages: PageTensors, device: str) -> PageTensors:
-    """The pool itself on a processor, else a copy of it, with views of the same layout."""
-    if device == "cpu":
-        return pages
-    moved = PageTensors(pages.layout, pages.num_pages)
-    moved._memory = pages._memory.to(device)
-    moved.layers = tuple(moved._layer(layer) for layer in range(pages.layout.num_layers))
+    """A copy of the pools."""
+    num_tails = len(pages.tails[0].memory) if pages.tails else 0
+    moved = DevicePages(pages.layout, [len(pool.memory) for pool in pages.pools], num_tails, torch.device(device))
+    for source, target in zip((*pages.pools, *pages.tails), (*moved.pools, *moved.tails), strict=True):
+        target.memory.copy_(source.memory)
     return moved
-
-
-def memory(pages: PageTensors) -> torch.Tensor:
-    """All bytes of the pool, [num_pages, page_bytes]."""
-    return pages._memory

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pageferry.core.layout import CacheLayout, PageKey, PageSource, Place
+from pageferry.core.layout import CacheLayout, PageKey, PageLayout, PageSource, Place
 from pageferry.core.pool import PageId
 from pageferry.engine.conversion import ConvertedPages
 from pageferry.engine.pool_memory import PoolMemory
@@ -19,8 +19,8 @@ class PageTensors:
 
     def __init__(self, layout: CacheLayout, num_pages: Sequence[int], num_tails: int) -> None:
         self.layout = layout
-        self.pools = tuple(PoolMemory(pages, num) for pages, num in zip(layout.pages, num_pages, strict=True))
-        self.tails = tuple(PoolMemory(tails, num_tails) for tails in layout.tails)
+        self.pools = tuple(self._pool_memory(pages, num) for pages, num in zip(layout.pages, num_pages, strict=True))
+        self.tails = tuple(self._pool_memory(tails, num_tails) for tails in layout.tails)
         self.layers = self._layers()
 
     @property
@@ -50,6 +50,9 @@ class PageTensors:
 
     def copy(self, source: Place, target: Place) -> None:
         self._pool(source).copy(source.page, target.page)
+
+    def _pool_memory(self, layout: PageLayout, num_pages: int) -> PoolMemory:
+        return PoolMemory(layout, num_pages)
 
     def _pool(self, place: Place) -> PoolMemory:
         self.layout.of(place)

@@ -31,14 +31,8 @@ class PoolMemory:
         return b"".join([self._bytes[start:end] for start, end in self._spans(page, first_layer, num_layers)])
 
     def write(self, page: PageId, first_layer: int, num_layers: int, payload: bytes) -> None:
-        spans = self._spans(page, first_layer, num_layers)
-        expected = sum(end - start for start, end in spans)
-        if len(payload) != expected:
-            raise InvalidArgumentError(
-                f"payload of {num_layers} layers has {len(payload)} bytes, must have {expected}", reason="BAD_FRAME"
-            )
         view, offset = memoryview(payload), 0
-        for start, end in spans:
+        for start, end in self._spans_of(page, first_layer, num_layers, payload):
             self._bytes[start:end] = view[offset : offset + end - start]
             offset += end - start
 
@@ -95,6 +89,16 @@ class PoolMemory:
         base = page * self.layout.page_bytes
         ranges = self.layout.ranges(first_layer, num_layers)
         return [(base + offset, base + offset + length) for offset, length in ranges]
+
+    def _spans_of(self, page: PageId, first_layer: int, num_layers: int, payload: bytes) -> list[tuple[int, int]]:
+        """Where the payload goes; InvalidArgumentError unless it is as long."""
+        spans = self._spans(page, first_layer, num_layers)
+        expected = sum(end - start for start, end in spans)
+        if len(payload) != expected:
+            raise InvalidArgumentError(
+                f"payload of {num_layers} layers has {len(payload)} bytes, must have {expected}", reason="BAD_FRAME"
+            )
+        return spans
 
     def _blank_page(self) -> Tensor:
         page = torch.zeros(self.layout.page_bytes, dtype=torch.uint8)

@@ -1,13 +1,15 @@
 """The weights of a GGUF file as it has them, in groups of 32, repacked for the compiled kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from pageferry.core.gguf import GgufType
 from pageferry.core.model_config import ModelConfig
 from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.weights import EMBEDDING, HEAD, NORM
@@ -77,13 +79,16 @@ def _load_layer(config: ModelConfig, tensors: GgufTensors, prefix: str) -> Quant
 
 
 def _projection(tensors: GgufTensors, prefix: str, *names: str) -> tuple[PackedMatrix, ...]:
-    """One matrix of all neighbours that have the same type."""
-    full = [prefix + name for name in names]
-    runs = [(kind, list(run)) for kind, run in groupby(full, key=tensors.type_of)]
-    return tuple(
-        pack(np.concatenate([tensors.load_blocks(name) for name in run]), kind, _bias(tensors, run))
-        for kind, run in runs
-    )
+    return tuple(pack(*blocks) for blocks in merged_blocks(tensors, prefix, *names))
+
+
+def merged_blocks(
+    tensors: GgufTensors, prefix: str, *names: str
+) -> Iterator[tuple[NDArray[np.uint8], GgufType, Tensor | None]]:
+    """One matrix, as blocks, of all neighbours that have the same type; its type and its bias."""
+    for kind, run in groupby((prefix + name for name in names), key=tensors.type_of):
+        members = list(run)
+        yield np.concatenate([tensors.load_blocks(name) for name in members]), kind, _bias(tensors, members)
 
 
 def _bias(tensors: GgufTensors, names: list[str]) -> Tensor | None:

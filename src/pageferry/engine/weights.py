@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,16 +16,22 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 _MAX_LISTED = 8
 
 
+class Projection(Protocol):
+    """A product with a matrix."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: Tensor  # [hidden] fp32, as all norms
-    qkv: Linear  # to [(H + 2 Hk) D]: queries, keys, values
+    qkv: Projection  # to [(H + 2 Hk) D]: queries, keys, values
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
-    output: Linear
+    output: Projection
     mlp_norm: Tensor
-    gate_up: Linear  # to [2 * intermediate]: gate, up
-    down: Linear
+    gate_up: Projection  # to [2 * intermediate]: gate, up
+    down: Projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +39,7 @@ class Weights:
     embedding: Tensor  # [vocab, hidden] in the compute dtype
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    head: Linear
+    head: Projection
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -87,36 +94,55 @@ def check_shapes(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tu
 
 
 def load_weights(
-    config: ModelConfig, tensors: TensorFiles, dtype: torch.dtype, *, progress: Callable[[str], None]
+    config: ModelConfig,
+    tensors: TensorFiles,
+    dtype: torch.dtype,
+    *,
+    progress: Callable[[str], None],
+    linear: Callable[[Tensor, Tensor | None], Projection] = Linear,
+    device: torch.device | None = None,
 ) -> Weights:
-    """Read, merge and repack all weights, layer by layer so that little is held twice."""
+    """Read, merge and repack all weights, layer by layer so that little is held twice.
+
+    `linear` repacks a matrix and its bias, which are on the `device`.
+    """
     check_shapes(expected_shapes(config), tensors.shapes)
     layers = []
     for layer in range(config.num_layers):
         if layer and layer % 10 == 0:
             progress(f"loaded {layer} of {config.num_layers} layers")
-        layers.append(_load_layer(config, tensors, dtype, f"model.layers.{layer}."))
-    embedding = tensors.load(EMBEDDING).to(dtype)
-    head = embedding if config.tied_embeddings else tensors.load(HEAD).to(dtype)
-    return Weights(embedding, tuple(layers), tensors.load(NORM).float(), Linear(head, None))
+        layers.append(_LayerLoader(tensors, dtype, f"model.layers.{layer}.", linear, device).load(config))
+    embedding = tensors.load(EMBEDDING).to(device, dtype)
+    head = embedding if config.tied_embeddings else tensors.load(HEAD).to(device, dtype)
+    return Weights(embedding, tuple(layers), tensors.load(NORM).to(device, torch.float32), linear(head, None))
 
 
-def _load_layer(config: ModelConfig, tensors: TensorFiles, dtype: torch.dtype, prefix: str) -> LayerWeights:
-    def linear(*names: str) -> Linear:
-        weight = torch.cat([tensors.load(f"{prefix}{name}.weight") for name in names]).to(dtype)
-        biases = [tensors.load(f"{prefix}{name}.bias") for name in names if f"{prefix}{name}.bias" in tensors.shapes]
-        return Linear(weight, torch.cat(biases).to(dtype) if biases else None)
+@dataclass(frozen=True, slots=True)
+class _LayerLoader:
+    tensors: TensorFiles
+    dtype: torch.dtype
+    prefix: str
+    repacked: Callable[[Tensor, Tensor | None], Projection]
+    device: torch.device | None
 
-    def norm(name: str) -> Tensor:
-        return tensors.load(f"{prefix}{name}.weight").float()
+    def load(self, config: ModelConfig) -> LayerWeights:
+        return LayerWeights(
+            attention_norm=self._norm("input_layernorm"),
+            qkv=self._linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            q_norm=self._norm("self_attn.q_norm") if config.qk_norm else None,
+            k_norm=self._norm("self_attn.k_norm") if config.qk_norm else None,
+            output=self._linear("self_attn.o_proj"),
+            mlp_norm=self._norm("post_attention_layernorm"),
+            gate_up=self._linear("mlp.gate_proj", "mlp.up_proj"),
+            down=self._linear("mlp.down_proj"),
+        )
 
-    return LayerWeights(
-        attention_norm=norm("input_layernorm"),
-        qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        q_norm=norm("self_attn.q_norm") if config.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-        output=linear("self_attn.o_proj"),
-        mlp_norm=norm("post_attention_layernorm"),
-        gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-        down=linear("mlp.down_proj"),
-    )
+    def _linear(self, *names: str) -> Projection:
+        weights = [self.tensors.load(f"{self.prefix}{name}.weight") for name in names]
+        there = [f"{self.prefix}{name}.bias" for name in names if f"{self.prefix}{name}.bias" in self.tensors.shapes]
+        biases = [self.tensors.load(name) for name in there]
+        bias = torch.cat(biases).to(self.device, self.dtype) if biases else None
+        return self.repacked(torch.cat(weights).to(self.device, self.dtype), bias)
+
+    def _norm(self, name: str) -> Tensor:
+        return self.tensors.load(f"{self.prefix}{name}.weight").to(self.device, torch.float32)

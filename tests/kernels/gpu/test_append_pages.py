@@ -98,6 +98,18 @@ def test_halves_go_to_even(text: str, device: str) -> None:
         check(page_format, len(rows), 64, device, -rows[:, None].expand(2, len(rows), 2, 64))
 
 
+def test_what_goes_nowhere_is_not_written(device: str) -> None:
+    """As in a CUDA graph whose batch isn't full."""
+    page_format = PageFormat.parse("int8")
+    tested = on_device(poisoned(layout(page_format), 4), device)
+    pages, slots = torch.tensor([-1, 2, -1], device=device), torch.tensor([0, 3, 0], device=device)
+    before = tested.pools[0].memory.clone()
+    append_pages(tested.layers[0], *torch.ones(2, 3, 2, 8, device=device), pages, slots)
+    assert (tested.layers[0].keys.payload[2, :, 3] == 127).all()
+    before[2] = tested.pools[0].memory[2]
+    assert torch.equal(tested.pools[0].memory, before)
+
+
 def test_wrong_shapes_are_refused(device: str) -> None:
     pages = on_device(poisoned(layout(PageFormat.parse("int8")), 2), device)
     x, place = torch.zeros(1, 2, 8, device=device), torch.zeros(1, dtype=torch.long, device=device)

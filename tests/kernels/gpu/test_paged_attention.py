@@ -1,186 +1,235 @@
 """Decode and prefill attention over poisoned pools against a full mask, in all formats and at the edges of windows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 from gpu_pages import on_device
-from page_pools import FORMATS, layout, poisoned, spoil
+from page_pools import FORMATS, TAIL_FORMATS, layout, poisoned, spoil
 
 from pageferry.core.formats import PageFormat
-from pageferry.engine.pages import PageTensors
-from pageferry.kernels.append_pages import append_pages
-from pageferry.kernels.gpu.paged_attention import attention_ref, decode_attention
+from pageferry.core.groups import CacheGroup
+from pageferry.kernels.append_pages import LayerPages, append_pages
+from pageferry.kernels.gpu.page_tiles import SequencePages
+from pageferry.kernels.gpu.paged_attention import decode_attention
 from pageferry.kernels.gpu.paged_prefill import Chunks, prefill_attention
-from pageferry.kernels.paged_attention import paged_attention_ref
+from pageferry.kernels.paged_attention import History, paged_attention_ref
+from pageferry.kernels.quantise import quantise
 
 HEADS, KV_HEADS, PAGE_SIZE, NUM_PAGES = 6, 2, 16, 160
 # fp32 sums in another order; fp16 rounds queries and weights to 11 bits, bf16 to 8; scores amplify that.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
-# One of each element and each kind of pair; `slow` has all.
-QUICK = tuple(PageFormat.parse(text) for text in ("bf16", "fp8_e4m3", "int8", "k=int8,v=int4:asym"))
-DECODE = [(62, 1), (256, 1), (15, 1), (0, 1)]
-PREFILL = [(31, 1), (40, 17), (0, 63)]
+# One of each element and each kind of pair, without and with tails, some in windows; `slow` has all.
+QUICK = (
+    ("bf16", None, 0),
+    ("fp8_e4m3", 20, 4),
+    ("k=int8,v=int4:asym", None, 0),
+    ("k=int8,v=int4:asym", 20, 4),
+    ("k=int8:channel:asym,v=int4", None, 0),
+    ("k=fp16,v=fp8_e4m3:channel", 20, 4),
+)
+FORMAT_TEXTS = tuple(str(page_format) for page_format in (*FORMATS, *TAIL_FORMATS))
+DECODE = [(62, 1), (150, 1), (15, 1), (0, 1)]
+PREFILL = [(31, 1), (40, 17), (0, 37)]
 
 
 @dataclass
 class Case:
-    pages: PageTensors
-    tables: list[list[int]]
-    shapes: list[tuple[int, int]]  # (tokens before, rows) of each sequence
-    query: torch.Tensor
+    """Sequences of (tokens before, rows) each, on their own pages in shuffled order; every byte beside is poison."""
+
+    text: str
+    shapes: list[tuple[int, int]]
+    device: str
+    dim: int = 8
+    window: int | None = None
+    sinks: int = 0
+    page_size: int = PAGE_SIZE
+    layer: LayerPages = field(init=False)
+    tables: list[list[int]] = field(init=False)
+    tokens: list[torch.Tensor] = field(init=False)  # [2, tokens, Hk, D] of each sequence
+    query: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        group = CacheGroup((0, 1), self.window, self.sinks)
+        of = layout(self.format, heads=KV_HEADS, dim=self.dim, page_size=self.page_size, groups=(group,))
+        pages = poisoned(of, NUM_PAGES)
+        free, self.tables, self.tokens = torch.randperm(NUM_PAGES).tolist(), [], []
+        for tail, shape in enumerate(self.shapes):
+            self.tokens.append(torch.randn(2, sum(shape), KV_HEADS, self.dim) + 0.3)
+            # At times one page of headroom.
+            self.tables.append([free.pop() for _ in range(sum(shape) // self.page_size + 1)])
+            self.store(pages.layers[1], tail)
+        self.layer = on_device(pages, self.device).layers[1]
+        rows = sum(count for _, count in self.shapes)
+        wide = torch.full((rows, HEADS + 1, self.dim + 1), float("nan"))
+        wide[:, :HEADS, : self.dim] = torch.randn(rows, HEADS, self.dim)
+        self.query = wide[:, :HEADS, : self.dim]
+
+    def store(self, layer: LayerPages, index: int) -> None:
+        """A sequence's tokens, as they lie when attention begins."""
+        table, x, (before, count) = torch.tensor(self.tables[index]), self.tokens[index], self.shapes[index]
+        if not self.format.has_tails:
+            positions = torch.arange(x.shape[1])
+            append_pages(layer, *x, table[positions // self.page_size], positions % self.page_size)
+            return
+        num_full = x.shape[1] // self.page_size
+        end = before + count if self.singles else before  # of what the tail holds
+        for side, vectors in zip((layer.keys, layer.values), x.half(), strict=True):
+            full = vectors[: num_full * self.page_size].float().unflatten(0, (num_full, self.page_size)).transpose(1, 2)
+            side.store(table[:num_full], quantise(full, side.format))
+            assert side.tails is not None
+            opened = vectors[end // self.page_size * self.page_size : end].transpose(0, 1)
+            side.tails[len(self.shapes) - 1 - index, :, : opened.shape[1]] = opened
 
     @property
-    def scale(self) -> float:
-        return self.query.shape[2] ** -0.5
+    def singles(self) -> bool:
+        return all(count == 1 for _, count in self.shapes)
 
-    def run(
-        self, device: str, dtype: torch.dtype, window: int | None = None, sinks: int = 0, *, free: bool = False
-    ) -> torch.Tensor:
-        """With `free`, pages that the window has left behind are gone from the tables."""
-        width = max(map(len, self.tables))
-        tables = torch.full((len(self.tables), width), -1, dtype=torch.int32)
-        for i, (table, (before, _)) in enumerate(zip(self.tables, self.shapes, strict=True)):
-            tables[i, : len(table)] = torch.tensor(table)
-            if free and window is not None:
-                tables[i, -(-sinks // PAGE_SIZE) : max(0, before - window + 1) // PAGE_SIZE] = -1
-        lengths = torch.tensor([sum(shape) for shape in self.shapes], dtype=torch.int32, device=device)
-        layer = on_device(self.pages, device).layers[0]
-        query, tables = self.query.to(device), tables.to(device)
-        options = {"window": window, "sinks": sinks, "dtype": dtype}
-        counts = [count for _, count in self.shapes]
-        if max(counts) == 1:
-            return decode_attention(query, layer, tables, lengths, self.scale, **options).cpu()
-        chunks = Chunks.of(counts, HEADS // KV_HEADS, dtype, device)
-        return prefill_attention(query, layer, tables, lengths, chunks, self.scale, **options).cpu()
+    @property
+    def format(self) -> PageFormat:
+        return PageFormat.parse(self.text)
 
-    def reference(self, window: int | None = None, sinks: int = 0) -> torch.Tensor:
+    def sequences(self) -> SequencePages:
+        """Pages that the window has left behind are gone from the tables, and with tails those that are not full."""
+        tables = torch.full((len(self.tables), max(map(len, self.tables))), -1, dtype=torch.int32)
+        for row, table, (before, count) in zip(tables, self.tables, self.shapes, strict=True):
+            row[: len(table)] = torch.tensor(table)
+            if self.window is not None:
+                row[-(-self.sinks // self.page_size) : max(0, before - self.window + 1) // self.page_size] = -1
+            if self.format.has_tails:
+                row[(before + count) // self.page_size :] = -1
+        lengths = torch.tensor([sum(shape) for shape in self.shapes], dtype=torch.int32, device=self.device)
+        tails = torch.arange(len(self.shapes), dtype=torch.int32, device=self.device).flip(0)
+        return SequencePages(tables.to(self.device), lengths, tails if self.format.has_tails else None)
+
+    def run(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        query, sequences, scale = self.query.to(self.device), self.sequences(), self.dim**-0.5
+        if self.singles:
+            return decode_attention(query, self.layer, sequences, scale, dtype=dtype).cpu()
+        chunks = Chunks.of([count for _, count in self.shapes], HEADS, self.layer, dtype)
+        rows = [x[:, before:] for x, (before, _) in zip(self.tokens, self.shapes, strict=True)]
+        keys, values = torch.cat(rows, 1).to(self.device)
+        result = prefill_attention(query, self.layer, sequences, chunks, scale, new=(keys, values), dtype=dtype)
+        return result.cpu()
+
+    def reference(self) -> torch.Tensor:
         parts, row = [], 0
-        for table, (before, count) in zip(self.tables, self.shapes, strict=True):
-            positions = torch.arange(before, before + count)
+        for (keys, values), (before, count) in zip(self.tokens, self.shapes, strict=True):
+            history = History(keys, values, self.format, self.page_size, self.window, self.sinks)
             query = self.query[row : row + count]
             row += count
-            parts.append(attention_ref(query, self.pages.layers[0], table, positions, self.scale, window, sinks))
+            parts.append(paged_attention_ref(query, history, list(range(before, before + count)), self.dim**-0.5))
         return torch.cat(parts)
 
 
-def case(page_format: PageFormat, shapes: list[tuple[int, int]], dim: int = 8) -> Case:
-    """Sequences each on its own pages in shuffled order; every byte beside their tokens is poison."""
-    pages = poisoned(layout(page_format, heads=KV_HEADS, dim=dim), NUM_PAGES)
-    free, tables = torch.randperm(NUM_PAGES).tolist(), []
-    for shape in shapes:
-        positions = torch.arange(sum(shape))
-        table = [free.pop() for _ in range(len(positions) // PAGE_SIZE + 1)]  # at times one page of headroom
-        keys, values = torch.randn(2, len(positions), KV_HEADS, dim) + 0.3
-        append_pages(pages.layers[0], keys, values, torch.tensor(table)[positions // PAGE_SIZE], positions % PAGE_SIZE)
-        tables.append(table)
-    rows = sum(count for _, count in shapes)
-    wide = torch.full((rows, HEADS + 1, dim + 1), float("nan"))
-    wide[:, :HEADS, :dim] = torch.randn(rows, HEADS, dim)
-    return Case(pages, tables, shapes, wide[:, :HEADS, :dim])
-
-
-def check(tested: Case, device: str, dtype: torch.dtype, window: int | None = None, sinks: int = 0) -> None:
-    result = tested.run(device, dtype, window, sinks, free=True)
-    expected = tested.reference(window, sinks)
+def check(tested: Case, dtype: torch.dtype = torch.float32) -> None:
+    result, expected = tested.run(dtype), tested.reference()
     assert (result - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max()
 
 
-def supported(page_format: PageFormat, dtype: torch.dtype, device: str) -> bool:
+def supported(text: str, dtype: torch.dtype, device: str) -> bool:
     if dtype == torch.bfloat16:
         return device != "cpu"  # the interpreter multiplies bf16 wrongly
-    return dtype == torch.float32 or not {"fp32", "bf16"} & {str(page_format.k), str(page_format.v)}
-
-
-def test_the_reference_equals_the_processors() -> None:
-    tested = case(FORMATS[0], [(40, 17)])
-    positions = list(range(40, 57))
-    expected = paged_attention_ref(tested.query, tested.pages.layers[0], tested.tables[0], positions, tested.scale, 20)
-    torch.testing.assert_close(tested.reference(20), expected)
-
-
-@pytest.mark.parametrize("page_format", QUICK, ids=str)
-@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (20, 4)])
-def test_decode(page_format: PageFormat, window: int | None, sinks: int, device: str) -> None:
-    check(case(page_format, DECODE, 64), device, torch.float32, window, sinks)
-
-
-@pytest.mark.parametrize("page_format", QUICK, ids=str)
-@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (20, 4)])
-def test_prefill(page_format: PageFormat, window: int | None, sinks: int, device: str) -> None:
-    check(case(page_format, PREFILL), device, torch.float32, window, sinks)
+    page_format = PageFormat.parse(text)
+    return (
+        dtype == torch.float32
+        or page_format.has_tails
+        or not {"fp32", "bf16"} & {str(page_format.k), str(page_format.v)}
+    )
 
 
 @pytest.mark.parametrize("shapes", [DECODE, PREFILL], ids=["decode", "prefill"])
-def test_products_in_fp16(shapes: list[tuple[int, int]], device: str) -> None:
-    check(case(PageFormat.parse("k=int8:asym,v=int4"), shapes, 64), device, torch.float16)
+@pytest.mark.parametrize(("text", "window", "sinks"), QUICK)
+def test_attention(shapes: list[tuple[int, int]], text: str, window: int | None, sinks: int, device: str) -> None:
+    check(Case(text, shapes, device, 8, window, sinks))
+
+
+@pytest.mark.parametrize("shapes", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("text", ["k=int8:asym,v=int4", "k=int4:channel,v=bf16"])
+def test_products_in_fp16(shapes: list[tuple[int, int]], text: str, device: str) -> None:
+    check(Case(text, shapes, device, 64), torch.float16)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (5, 1), (16, 17)])
+def test_windows_that_end_among_the_open_tokens(window: int, sinks: int, device: str) -> None:
+    check(Case("int8:channel", [(40, 1), (47, 1), (3, 1)], device, 8, window, sinks))
+    check(Case("int8:channel", [(20, 15), (3, 9)], device, 8, window, sinks))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page_format", FORMATS, ids=str)
+@pytest.mark.parametrize("text", FORMAT_TEXTS)
 @pytest.mark.parametrize("length", [1, 63, 257])
 @pytest.mark.parametrize("dim", [8, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (20, 0), (100, 17)])
 def test_every_format(
-    page_format: PageFormat, length: int, dim: int, dtype: torch.dtype, window: int | None, sinks: int, device: str
+    text: str, length: int, dim: int, dtype: torch.dtype, window: int | None, sinks: int, device: str
 ) -> None:
-    if not supported(page_format, dtype, device):
+    if not supported(text, dtype, device):
         pytest.skip("not computed in this dtype")
-    check(case(page_format, [(length - 1, 1), (length // 2, 1)], dim), device, dtype, window, sinks)
-    check(case(page_format, [(length // 3, length - length // 3), (length, 2)], dim), device, dtype, window, sinks)
+    check(Case(text, [(length - 1, 1), (length // 2, 1)], device, dim, window, sinks), dtype)
+    rows = min(length - length // 3, 70)
+    check(Case(text, [(length - rows, rows), (length, 2)], device, dim, window, sinks), dtype)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 16, 50, 64, 200])
 @pytest.mark.parametrize("sinks", [0, 1, 16, 70])
-@pytest.mark.parametrize("page_format", [FORMATS[0], PageFormat.parse("int8")], ids=str)
-def test_the_edges_of_windows(page_format: PageFormat, window: int, sinks: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "page_size"), [("fp32", 16), ("int8", 16), ("int8:channel", 16), ("int8:channel", 48)]
+)
+def test_the_edges_of_windows(window: int, sinks: int, text: str, page_size: int, device: str) -> None:
     """Lengths W - 1, W and W + 1, and far beyond; a prompt that is longer than W; sinks that meet the window."""
     lengths = [max(1, window - 1), window, window + 1, 2 * window + 77]
-    check(case(page_format, [(length - 1, 1) for length in lengths]), device, torch.float32, window, sinks)
-    check(case(page_format, [(0, window + 30), (window, 3)]), device, torch.float32, window, sinks)
+    check(Case(text, [(length - 1, 1) for length in lengths], device, 8, window, sinks, page_size))
+    check(Case(text, [(0, window + 30), (window, 3)], device, 8, window, sinks, page_size))
 
 
-def test_a_sequence_without_tokens_gives_zeros(device: str) -> None:
+@pytest.mark.parametrize("text", ["fp32", "int8:channel"])
+def test_a_sequence_without_tokens_gives_zeros(text: str, device: str) -> None:
     """As in a CUDA graph whose batch isn't full."""
-    tested = case(FORMATS[0], [(40, 1), (0, 1)])
-    tested.shapes[1] = (0, 0)
-    lengths = torch.tensor([41, 0], dtype=torch.int32, device=device)
-    tables = torch.tensor([tested.tables[0], [-1] * len(tested.tables[0])], dtype=torch.int32, device=device)
-    layer = on_device(tested.pages, device).layers[0]
-    result = decode_attention(tested.query.to(device), layer, tables, lengths, tested.scale)
+    tested = Case(text, [(40, 1), (0, 1)], device)
+    held = tested.sequences()
+    held.lengths[1] = 0
+    result = decode_attention(tested.query.to(device), tested.layer, held, 0.3)
     assert torch.equal(result[1].cpu(), torch.zeros(HEADS, 8))
     assert result[0].isfinite().all()
 
 
-@pytest.mark.parametrize("page_format", QUICK, ids=str)
-def test_a_sequence_of_nan_fails_alone(page_format: PageFormat, device: str) -> None:
-    for shapes in ([(40, 1), (33, 1), (300, 1)], [(3, 5), (33, 2), (40, 2)]):
-        tested = case(page_format, shapes)
-        before = tested.run(device, torch.float32)
-        spoil(tested.pages.layers[0], tested.tables[1][0])
-        after = tested.run(device, torch.float32)
-        first = shapes[0][1]
-        rows = torch.arange(len(after))
-        bad = (rows >= first) & (rows < first + shapes[1][1])
-        assert after[bad].isnan().all()
-        assert torch.equal(after[~bad], before[~bad])
+@pytest.mark.parametrize("text", ["bf16", "int4:asym", "k=int8:channel:asym,v=int4"])
+@pytest.mark.parametrize(
+    "shapes", [[(40, 1), (33, 1), (140, 1)], [(3, 5), (33, 2), (40, 2)]], ids=["decode", "prefill"]
+)
+def test_a_sequence_of_nan_fails_alone(text: str, shapes: list[tuple[int, int]], device: str) -> None:
+    tested = Case(text, shapes, device)
+    before = tested.run()
+    spoil(tested.layer, tested.tables[1][0])
+    after = tested.run()
+    first = shapes[0][1]
+    rows = torch.arange(len(after))
+    bad = (rows >= first) & (rows < first + shapes[1][1])
+    assert after[bad].isnan().all()
+    assert torch.equal(after[~bad], before[~bad])
 
 
 def test_a_row_is_the_same_alone_and_in_a_batch(device: str) -> None:
-    tested = case(PageFormat.parse("int8"), [(300, 1), (700, 1), (20, 1)])
-    together = tested.run(device, torch.float32)
-    alone = Case(tested.pages, tested.tables[:1], tested.shapes[:1], tested.query[:1])
-    assert torch.equal(alone.run(device, torch.float32), together[:1])
+    for text in ("int8", "int8:channel"):
+        tested = Case(text, [(150, 1), (280, 1), (20, 1)], device)
+        together, held = tested.run(), tested.sequences()
+        tails = None if held.tails is None else held.tails[:1]
+        one = SequencePages(held.tables[:1], held.lengths[:1], tails)
+        alone = decode_attention(tested.query[:1].to(device), tested.layer, one, tested.dim**-0.5)
+        assert torch.equal(alone.cpu(), together[:1])
 
 
 def test_what_cannot_be_computed_is_refused(device: str) -> None:
-    tested = case(PageFormat.parse("bf16"), [(3, 1)])
+    tested = Case("bf16", [(3, 1)], device)
     with pytest.raises(ValueError, match="bf16 pages can exceed fp16"):
-        tested.run(device, torch.float16)
-    with pytest.raises(ValueError, match="window is 0"):
-        tested.run(device, torch.float32, 0)
-    tested.query = tested.query[:, :5]
+        tested.run(torch.float16)
+    query, held = tested.query.to(device), tested.sequences()
     with pytest.raises(ValueError, match="5 query heads must be a multiple of 2"):
-        tested.run(device, torch.float32)
+        decode_attention(query[:, :5], tested.layer, held, 1.0)
+    with pytest.raises(ValueError, match="must both have tails, or neither"):
+        decode_attention(query, tested.layer, SequencePages(held.tables, held.lengths, held.lengths), 1.0)
+    with pytest.raises(ValueError, match="must be of as many sequences"):
+        decode_attention(query, tested.layer, SequencePages(held.tables, held.lengths[:0]), 1.0)

@@ -1,0 +1,85 @@
+"""What `engine.device` names, and a model loaded onto it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pageferry.core.errors import InvalidArgumentError, invalid
+from pageferry.core.model_config import ModelConfig
+from pageferry.engine.gguf_tensors import GgufTensors
+from pageferry.engine.quantised_weights import is_quantised, quantised_bytes
+from pageferry.engine.tensors import TensorFiles
+
+if TYPE_CHECKING:  # Triton's kernels are imported only where a device is used: it may not be installed
+    from pageferry.engine.gpu_model import DeviceModel
+
+_CAPABILITY = (8, 0)  # of the GPUs that the kernels are compiled for: bf16 products
+
+
+def open_device(name: str) -> torch.device:
+    """Raises InvalidArgumentError, which says what there is, unless a model can be loaded onto the GPU `name`."""
+    device = torch.device(name)
+    if find_spec("triton") is None:
+        raise _unusable(name, "but Triton, which compiles its kernels, is not installed: install pageferry[gpu]")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device.type != "cuda" or (device.index or 0) >= count:
+        there = "torch sees no GPU" if count == 0 else f"torch sees cuda:0 to cuda:{count - 1}"
+        why = "" if torch.version.cuda else ", and this build of torch is for processors only"
+        raise _unusable(name, f"but {there}{why}; cpu is always there")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _CAPABILITY:
+        have, need = (".".join(map(str, version)) for version in (capability, _CAPABILITY))
+        raise _unusable(name, f"a {torch.cuda.get_device_name(device)} of compute capability {have}, must be {need}")
+    return device
+
+
+def _unusable(name: str, limit: str) -> InvalidArgumentError:
+    return invalid("device", name, limit, reason="DEVICE_UNUSABLE")
+
+
+def available_device_bytes(device: torch.device) -> int:
+    free, _ = torch.cuda.mem_get_info(device)
+    return free
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLoader:
+    """A model on a device, in the dtype that `engine.compute_dtype` asks for: `auto` is a file's own groups, or bf16."""
+
+    config: ModelConfig
+    tensors: TensorFiles
+    compute_dtype: str
+    device: torch.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.compute_dtype == "fp32" else torch.bfloat16
+
+    @property
+    def grouped(self) -> GgufTensors | None:
+        """The tensors, where they are multiplied as the file has them."""
+        if self.compute_dtype != "auto" or not isinstance(self.tensors, GgufTensors):
+            return None
+        return self.tensors if is_quantised(self.tensors) else None
+
+    @property
+    def how(self) -> str:
+        return f"{'the file’s groups' if self.grouped else self.dtype} on {self.device}".replace("torch.", "")
+
+    def weight_bytes(self, unpacked: int) -> int:
+        """`unpacked` is what plain numbers take."""
+        return unpacked if self.grouped is None else quantised_bytes(self.grouped)
+
+    def load(self, frequencies: Tensor, max_positions: int, progress: Callable[[str], None]) -> "DeviceModel":
+        from pageferry.engine.gpu_model import DeviceModel
+        from pageferry.engine.gpu_weights import load_dense, load_grouped
+
+        if self.grouped is not None:
+            weights = load_grouped(self.config, self.grouped, self.device, progress)
+        else:
+            weights = load_dense(self.config, self.tensors, self.dtype, self.device, progress)
+        return DeviceModel(self.config, weights, self.dtype, frequencies, max_positions)
