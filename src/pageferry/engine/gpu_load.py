@@ -48,7 +48,7 @@ def available_device_bytes(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLoader:
-    """A model on a device, in the dtype that `engine.compute_dtype` asks for: `auto` is a file's own groups, or bf16."""
+    """A model on a device, computed as `engine.compute_dtype` says: `auto` is in a file's own groups, or in bf16."""
 
     config: ModelConfig
     tensors: TensorFiles

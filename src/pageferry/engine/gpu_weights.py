@@ -101,4 +101,6 @@ class _GroupedLoader:
 
     def _part(self, blocks: object, kind: GgufType, bias: Tensor | None) -> tuple[GroupedWeight, Tensor | None]:
         data = torch.as_tensor(blocks).to(self.device)
-        return GroupedWeight.from_blocks(data.flatten(), kind, len(data)), None if bias is None else bias.to(self.device)
+        return GroupedWeight.from_blocks(data.flatten(), kind, len(data)), None if bias is None else bias.to(
+            self.device
+        )
