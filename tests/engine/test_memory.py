@@ -8,7 +8,6 @@ from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
-from pageferry.engine import memory
 from pageferry.engine.memory import MemoryPlan, available_bytes, plan_memory, unpacked_bytes
 
 MODEL = ModelConfig("m", "llama", 1000, 64, 2, 4, 2, 16, 128, 8192, 1e-5, 1e4, tied_embeddings=True)
@@ -23,21 +22,18 @@ LAYOUT = layout()
 PAGE_BYTES = LAYOUT.pages[0].page_bytes
 
 
-def plan(
-    monkeypatch: pytest.MonkeyPatch, available: int = ROOM, of: CacheLayout = LAYOUT, **settings: int
-) -> MemoryPlan:
-    monkeypatch.setattr(memory, "available_bytes", lambda: available)
+def plan(available: int = ROOM, of: CacheLayout = LAYOUT, **settings: int) -> MemoryPlan:
     config = EngineConfig(**settings)  # type: ignore[arg-type]
-    return plan_memory(MODEL, of, config, SchedulerConfig(), unpacked_bytes(MODEL, 4))
+    return plan_memory(MODEL, of, config, SchedulerConfig(), unpacked_bytes(MODEL, 4), available)
 
 
-def test_the_pool_is_sized_from_either_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan(monkeypatch, num_pages=7).num_pages == (7,)
-    assert plan(monkeypatch, kv_memory_mb=3).num_pages == (3_000_000 // PAGE_BYTES,)
+def test_the_pool_is_sized_from_either_setting() -> None:
+    assert plan(num_pages=7).num_pages == (7,)
+    assert plan(kv_memory_mb=3).num_pages == (3_000_000 // PAGE_BYTES,)
 
 
-def test_the_report_is_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = plan(monkeypatch, num_pages=100).report
+def test_the_report_is_a_sum() -> None:
+    report = plan(num_pages=100).report
     terms = {name: value for name, value in report.items() if name not in ("total", "available")}
     assert set(terms) == {"weights", "rotary", "workspace", "pages"}
     assert report["total"] == sum(terms.values())
@@ -47,60 +43,60 @@ def test_the_report_is_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("num_pages", [1, 511])
-def test_a_pool_too_small_for_one_request_names_the_smallest(monkeypatch: pytest.MonkeyPatch, num_pages: int) -> None:
+def test_a_pool_too_small_for_one_request_names_the_smallest(num_pages: int) -> None:
     limit = 0 if num_pages == 1 else 8192
     with pytest.raises(InvalidArgumentError, match=f"has {num_pages} pages .* num_pages to at least") as caught:
-        plan(monkeypatch, num_pages=num_pages, max_model_tokens=limit)
+        plan(num_pages=num_pages, max_model_tokens=limit)
     assert caught.value.message.endswith(f"at least {2 if limit == 0 else 512}")
-    assert plan(monkeypatch, num_pages=num_pages + 1, max_model_tokens=limit).num_pages == (num_pages + 1,)
+    assert plan(num_pages=num_pages + 1, max_model_tokens=limit).num_pages == (num_pages + 1,)
 
 
 @pytest.mark.parametrize("available", [-(2**30), 0, 10**6])
-def test_too_little_memory_names_every_term(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+def test_too_little_memory_names_every_term(available: int) -> None:
     with pytest.raises(ResourceExhaustedError) as caught:
-        plan(monkeypatch, available, kv_memory_mb=512)
+        plan(available, kv_memory_mb=512)
     message = caught.value.message
     assert all(term in message for term in ("weights", "rotary", "workspace", "pages 512 MB", "available"))
     assert "smallest workable kv_memory_mb is 1" in message
 
 
-def test_what_fits_exactly_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    total = plan(monkeypatch, num_pages=100).report["total"]
-    assert plan(monkeypatch, total, num_pages=100).num_pages == (100,)
+def test_what_fits_exactly_fits() -> None:
+    total = plan(num_pages=100).report["total"]
+    assert plan(total, num_pages=100).num_pages == (100,)
     with pytest.raises(ResourceExhaustedError):
-        plan(monkeypatch, total - 1, num_pages=100)
+        plan(total - 1, num_pages=100)
 
 
 def test_the_machine_says_what_is_available() -> None:
     assert 0 < available_bytes() < 2**50
 
 
-def test_a_window_takes_no_more_than_sequences_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_takes_no_more_than_sequences_can_hold() -> None:
     """Two pages of sinks' and window's tokens at most, and one of a chunk's 256; for 32 sequences, and a quarter."""
     selective = layout(cache_layers="0=window:20,sinks:4;1=full")
     most = 32 * (1 + 19) * 5 // 4
     one_layer = selective.pages[0].page_bytes
-    few, many = plan(monkeypatch, of=selective, kv_memory_mb=1), plan(monkeypatch, of=selective, kv_memory_mb=64)
+    few, many = plan(of=selective, kv_memory_mb=1), plan(of=selective, kv_memory_mb=64)
     assert few.num_pages == (10**6 // (2 * one_layer),) * 2
     assert many.num_pages == (most, (64 * 10**6 - most * one_layer) // one_layer)
     assert many.report["pages"] == sum(many.num_pages) * one_layer
     windows = layout(cache_layers="0-1=window:20")
-    assert plan(monkeypatch, of=windows, kv_memory_mb=64).num_pages == (32 * 19 * 5 // 4,)
+    assert plan(of=windows, kv_memory_mb=64).num_pages == (32 * 19 * 5 // 4,)
 
 
-def test_a_window_needs_room_for_one_sequence_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_needs_room_for_one_sequence_only() -> None:
     windows = layout(cache_layers="0-1=window:20")
     with pytest.raises(InvalidArgumentError, match="one request needs 19"):
-        plan(monkeypatch, of=windows, num_pages=18, max_model_tokens=8192)
-    assert plan(monkeypatch, of=windows, num_pages=19, max_model_tokens=8192).num_pages == (19,)
+        plan(of=windows, num_pages=18, max_model_tokens=8192)
+    assert plan(of=windows, num_pages=19, max_model_tokens=8192).num_pages == (19,)
 
 
-def test_tails_are_a_term(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tails_are_a_term() -> None:
     channel = layout("int8:channel")
-    found = plan(monkeypatch, of=channel, kv_memory_mb=3)
+    found = plan(of=channel, kv_memory_mb=3)
     assert found.num_tails == 64
     assert found.report["tails"] == 64 * channel.tails[0].page_bytes
     assert found.num_pages == ((3_000_000 - found.report["tails"]) // channel.pages[0].page_bytes,)
     with pytest.raises(InvalidArgumentError, match="one request needs 500: set kv_memory_mb to at least 2,"):
-        plan(monkeypatch, of=channel, kv_memory_mb=1, max_model_tokens=8000)
-    assert plan(monkeypatch, num_pages=7).num_tails == 0
+        plan(of=channel, kv_memory_mb=1, max_model_tokens=8000)
+    assert plan(num_pages=7).num_tails == 0

@@ -3,19 +3,20 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pageferry.core.errors import InvalidArgumentError, invalid
+from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
 from pageferry.engine.gguf_tensors import GgufTensors
+from pageferry.engine.gpu_pages import DevicePages
+from pageferry.engine.memory import MemoryPlan, unpacked_bytes
+from pageferry.engine.pages import PageTensors
 from pageferry.engine.quantised_weights import is_quantised, quantised_bytes
+from pageferry.engine.runner import ForwardPass
 from pageferry.engine.tensors import TensorFiles
-
-if TYPE_CHECKING:  # Triton's kernels are imported only where a device is used: it may not be installed
-    from pageferry.engine.gpu_model import DeviceModel
 
 _CAPABILITY = (8, 0)  # of the GPUs that the kernels are compiled for: bf16 products
 
@@ -41,11 +42,6 @@ def _unusable(name: str, limit: str) -> InvalidArgumentError:
     return invalid("device", name, limit, reason="DEVICE_UNUSABLE")
 
 
-def available_device_bytes(device: torch.device) -> int:
-    free, _ = torch.cuda.mem_get_info(device)
-    return free
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceLoader:
     """A model on a device, computed as `engine.compute_dtype` says: `auto` is in a file's own groups, or in bf16."""
@@ -54,6 +50,9 @@ class DeviceLoader:
     tensors: TensorFiles
     compute_dtype: str
     device: torch.device
+    max_num_seqs: int
+
+    for_torch = False  # what batches are laid out for
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,13 +67,21 @@ class DeviceLoader:
 
     @property
     def how(self) -> str:
-        return f"{'the file’s groups' if self.grouped else self.dtype} on {self.device}".replace("torch.", "")
+        numbers = str(self.dtype).removeprefix("torch.") if self.grouped is None else "the file's groups"
+        return f"{numbers} on {self.device}"
 
-    def weight_bytes(self, unpacked: int) -> int:
-        """`unpacked` is what plain numbers take."""
-        return unpacked if self.grouped is None else quantised_bytes(self.grouped)
+    @property
+    def weight_bytes(self) -> int:
+        if self.grouped is None:
+            return unpacked_bytes(self.config, self.dtype.itemsize)
+        return quantised_bytes(self.grouped)
 
-    def load(self, frequencies: Tensor, max_positions: int, progress: Callable[[str], None]) -> "DeviceModel":
+    def available_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free
+
+    def load(self, frequencies: Tensor, max_positions: int, progress: Callable[[str], None]) -> ForwardPass:
+        # Here, since Triton need not be installed where no device is used.
         from pageferry.engine.gpu_model import DeviceModel
         from pageferry.engine.gpu_weights import load_dense, load_grouped
 
@@ -82,4 +89,7 @@ class DeviceLoader:
             weights = load_grouped(self.config, self.grouped, self.device, progress)
         else:
             weights = load_dense(self.config, self.tensors, self.dtype, self.device, progress)
-        return DeviceModel(self.config, weights, self.dtype, frequencies, max_positions)
+        return DeviceModel(self.config, weights, self.dtype, frequencies, max_positions, self.max_num_seqs)
+
+    def pages(self, layout: CacheLayout, memory: MemoryPlan) -> PageTensors:
+        return DevicePages(layout, memory.num_pages, memory.num_tails, self.device)

@@ -24,7 +24,9 @@ from pageferry.kernels.rotary import rotary_table
 class DeviceModel:
     """As `Model`: products are of `dtype`; the residual stream, norms, rotary and softmax are fp32.
 
-    A sequence's one row is attended by the decode kernel in every batch, chunks of more by the prefill kernel.
+    A sequence's one row is attended by the decode kernel in every batch, chunks of more by the prefill kernel. On a
+    GPU, the first step of single rows, which is warm-up's, records steps of up to `max_num_seqs` of them as CUDA
+    graphs, and these then do all such steps; they are of the pages that it came with.
     """
 
     def __init__(
@@ -34,25 +36,17 @@ class DeviceModel:
         dtype: torch.dtype,
         frequencies: Tensor,
         max_positions: int,
+        max_num_seqs: int,
     ) -> None:
         self.device = weights.norm.device
         self._config = config
         self._weights = weights
         self._dtype = dtype
-        self._max_positions = max_positions
+        self._limits = max_positions, max_num_seqs
         self._cos, self._sin = (table.to(self.device) for table in rotary_table(frequencies, max_positions))
         self._upload = Upload(self.device)
         self._graphs: DecodeGraphs | None = None
         self._logits = self._pinned(1)
-
-    def capture(self, pages: PageTensors, max_num_seqs: int) -> None:
-        """Record decode steps of these pages as CUDA graphs; nothing on a processor."""
-        if self.device.type != "cuda":
-            return
-        graphs = DecodeGraphs(pages.layout, self._upload, self._max_positions, max_num_seqs)
-        with torch.inference_mode(), torch.cuda.device(self.device):
-            graphs.capture(self.device, lambda batch: self._compute(batch, pages))
-        self._graphs = graphs
 
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
         """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows, valid until the next call.
@@ -72,10 +66,13 @@ class DeviceModel:
 
     def _forward(self, batch: Batch, pages: PageTensors) -> Tensor:
         host = HostBatch(pages.layout, batch)
-        if self._graphs is not None and (logits := self._graphs.run(host)) is not None:
-            if len(batch.sampled_rows) == len(logits):
-                return logits
-            return logits.index_select(0, batch.sampled_rows.to(self.device))
+        if self.device.type == "cuda" and host.counts.max() == 1:
+            if self._graphs is None:
+                self._graphs = DecodeGraphs(pages.layout, self._upload, *self._limits)
+                self._graphs.capture(self.device, lambda recorded: self._compute(recorded, pages))
+            if (logits := self._graphs.run(host)) is not None:
+                is_all = len(batch.sampled_rows) == len(logits)
+                return logits if is_all else logits.index_select(0, batch.sampled_rows.to(self.device))
         builder = DeviceBatchBuilder(pages.layout, self._config.num_heads, self._dtype, self._upload)
         return self._compute(builder.build(host, pages.layers[0]), pages)
 

@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, invalid
@@ -19,8 +20,9 @@ from pageferry.core.plan import Runner
 from pageferry.engine.batch import BatchBuilder
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
+from pageferry.engine.gpu_load import DeviceLoader, open_device
 from pageferry.engine.hf_tensors import HfTensors
-from pageferry.engine.memory import MemoryPlan, context_limit, plan_memory, unpacked_bytes
+from pageferry.engine.memory import MemoryPlan, available_bytes, context_limit, plan_memory, unpacked_bytes
 from pageferry.engine.model import Model
 from pageferry.engine.native import NativeModel
 from pageferry.engine.outliers import key_warning
@@ -64,7 +66,6 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
     """
     started = time.perf_counter()
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
-    dtype = compute_dtype(config.compute_dtype)
     files = resolve_model(config.model)
     progress(f"reading {files.path.name}")
     model_config = load_config_of(files)
@@ -72,27 +73,66 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
         check_shapes(expected_shapes(model_config), tensors.shapes)
         layout = _layout(model_config, config, fingerprint(model_config, tensors))
         limited = replace(model_config, max_positions=_max_positions(model_config, config))
-        kernels = _kernels(config, layout)
-        quantised = _quantised(tensors, config, kernels)
-        weight_bytes = quantised_bytes(quantised) if quantised else unpacked_bytes(limited, dtype.itemsize)
-        memory = plan_memory(limited, layout, config, scheduler, weight_bytes)
+        loader = _loader(config, scheduler, limited, layout, tensors)
+        memory = plan_memory(limited, layout, config, scheduler, loader.weight_bytes, loader.available_bytes())
         if warning := key_warning(limited, tensors, layout.format.k):
             progress(warning)
         factors = tensors.load(ROPE_FACTORS) if ROPE_FACTORS in tensors.shapes else None
         rotary = inverse_frequencies(limited, factors), context_limit(limited.max_positions, layout, memory.num_pages)
-        model: ForwardPass
-        if quantised and kernels:
-            packed = load_quantised_weights(limited, quantised, progress=progress)
-            model = NativeModel(limited, packed, *rotary, kernels)
-        else:
-            model = Model(limited, load_weights(limited, tensors, dtype, progress=progress), *rotary, kernels)
-    pages = PageTensors(layout, memory.num_pages, memory.num_tails)
-    builder = BatchBuilder(layout, for_torch=kernels is None)
-    how = "the file's groups" if quantised else str(dtype).removeprefix("torch.")
-    how += f" ({kernels.isa.name.lower()} kernels)" if kernels else ""
-    progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory, layout, how)}")
+        model = loader.load(*rotary, progress)
+    pages = loader.pages(layout, memory)
+    builder = BatchBuilder(layout, for_torch=loader.for_torch)
+    progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory, layout, loader.how)}")
     runner = TorchRunner(model, pages, builder, torch.get_num_threads())
     return Engine(layout, memory.num_pages, memory.num_tails, runner, limited, pages, memory.report, scheduler)
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessorLoader:
+    """As `DeviceLoader`, of a model that the processor computes."""
+
+    config: ModelConfig
+    tensors: TensorFiles
+    dtype: torch.dtype
+    kernels: CpuKernels | None
+    quantised: GgufTensors | None  # the tensors, where the kernels multiply them as they are in the file
+
+    @property
+    def for_torch(self) -> bool:
+        return self.kernels is None
+
+    @property
+    def how(self) -> str:
+        numbers = "the file's groups" if self.quantised else str(self.dtype).removeprefix("torch.")
+        return numbers + (f" ({self.kernels.isa.name.lower()} kernels)" if self.kernels else "")
+
+    @property
+    def weight_bytes(self) -> int:
+        return quantised_bytes(self.quantised) if self.quantised else unpacked_bytes(self.config, self.dtype.itemsize)
+
+    def available_bytes(self) -> int:
+        return available_bytes()
+
+    def load(self, frequencies: Tensor, max_positions: int, progress: Callable[[str], None]) -> ForwardPass:
+        if self.quantised and self.kernels:
+            packed = load_quantised_weights(self.config, self.quantised, progress=progress)
+            return NativeModel(self.config, packed, frequencies, max_positions, self.kernels)
+        weights = load_weights(self.config, self.tensors, self.dtype, progress=progress)
+        return Model(self.config, weights, frequencies, max_positions, self.kernels)
+
+    def pages(self, layout: CacheLayout, memory: MemoryPlan) -> PageTensors:
+        return PageTensors(layout, memory.num_pages, memory.num_tails)
+
+
+def _loader(
+    config: EngineConfig, scheduler: SchedulerConfig, model: ModelConfig, layout: CacheLayout, tensors: TensorFiles
+) -> _ProcessorLoader | DeviceLoader:
+    if config.device != "cpu":
+        device = open_device(config.device)
+        return DeviceLoader(model, tensors, config.compute_dtype, device, scheduler.max_num_seqs)
+    kernels = _kernels(config, layout)
+    quantised = _quantised(tensors, config, kernels)
+    return _ProcessorLoader(model, tensors, compute_dtype(config.compute_dtype), kernels, quantised)
 
 
 def compute_dtype(name: str) -> torch.dtype:

@@ -72,12 +72,17 @@ class _Pools:
 
 
 def plan_memory(
-    config: ModelConfig, layout: CacheLayout, engine: EngineConfig, scheduler: SchedulerConfig, weight_bytes: int
+    config: ModelConfig,
+    layout: CacheLayout,
+    engine: EngineConfig,
+    scheduler: SchedulerConfig,
+    weight_bytes: int,
+    available: int,
 ) -> MemoryPlan:
     """Size the pools from `num_pages` or `kv_memory_mb`.
 
-    Raises InvalidArgumentError for pools too small for one request, ResourceExhaustedError when the machine lacks the
-    memory; both name every term and the smallest value that works.
+    Raises InvalidArgumentError for pools too small for one request, ResourceExhaustedError when all needs more than the
+    `available` bytes; both name every term and the smallest value that works.
     """
     pools = _Pools(layout, scheduler, config.max_positions)
     of_full = engine.num_pages or pools.largest(engine.kv_memory_mb * _MB)
@@ -102,11 +107,11 @@ def plan_memory(
     }
     if layout.tails:
         report["tails"] = pools.tail_bytes
-    return MemoryPlan(num_pages, pools.num_tails, report | _totals(report, least_mb))
+    return MemoryPlan(num_pages, pools.num_tails, report | _totals(report, available, least_mb))
 
 
-def _totals(report: dict[str, int], least_mb: int) -> dict[str, int]:
-    total, available = sum(report.values()), available_bytes()
+def _totals(report: dict[str, int], available: int, least_mb: int) -> dict[str, int]:
+    total = sum(report.values())
     if total > available:
         terms = " + ".join(f"{name} {value / _MB:.0f} MB" for name, value in report.items())
         raise ResourceExhaustedError(

@@ -24,9 +24,10 @@ from pageferry.engine.batch import Batch, BatchBuilder
 from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.gpu_batch import HostBatch, Upload
 from pageferry.engine.gpu_graphs import arrays_of, as_batch, batch_sizes, padding, table_widths
+from pageferry.engine.gpu_load import DeviceLoader
 from pageferry.engine.gpu_model import DeviceModel
 from pageferry.engine.gpu_pages import DevicePages
-from pageferry.engine.gpu_weights import load_dense, load_grouped
+from pageferry.engine.gpu_weights import load_grouped
 from pageferry.engine.model import Model
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.rope import inverse_frequencies
@@ -119,8 +120,9 @@ def logits(model: ForwardPass, pages: PageTensors) -> list[torch.Tensor]:
 def models(config: ModelConfig, tensors: TensorFiles, device: str) -> tuple[Model, DeviceModel]:
     frequencies = inverse_frequencies(config)
     expected = Model(config, load_weights(config, tensors, torch.float32, progress=print), frequencies, MAX_POSITIONS)
-    weights = load_dense(config, tensors, torch.float32, torch.device(device), print)
-    return expected, DeviceModel(config, weights, torch.float32, frequencies, MAX_POSITIONS)
+    tested = DeviceLoader(config, tensors, "fp32", torch.device(device), 4).load(frequencies, MAX_POSITIONS, print)
+    assert isinstance(tested, DeviceModel)
+    return expected, tested
 
 
 def pools(layout: CacheLayout, device: str) -> tuple[PageTensors, DevicePages]:
@@ -155,7 +157,7 @@ def test_a_files_own_groups(tiny_model: Path, tmp_path: Path, device: str) -> No
     tensors, frequencies = GgufTensors(path, config), inverse_frequencies(config)
     expected = Model(config, load_weights(config, tensors, torch.float32, progress=print), frequencies, MAX_POSITIONS)
     weights = load_grouped(config, tensors, torch.device(device), print)
-    tested = DeviceModel(config, weights, torch.float32, frequencies, MAX_POSITIONS)
+    tested = DeviceModel(config, weights, torch.float32, frequencies, MAX_POSITIONS, 4)
     on_host, on_device = pools(layout_of(config, "fp32"), device)
     for result, reference in zip(logits(tested, on_device), logits(expected, on_host), strict=True):
         assert relative_error(result, reference) <= 2e-5
