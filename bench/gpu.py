@@ -1,34 +1,49 @@
-"""Times every Triton kernel on a GPU against what its memory traffic or arithmetic allows, and attention against torch.
+"""Tests and times every Triton kernel on a GPU, and serves a model there; writes one table. Takes under 8 minutes.
 
-Bandwidth and bf16 arithmetic are measured in the same run. Shapes are of one layer of Llama 3 8B: 32 query and 8 KV
-heads of 128. Takes a few minutes, most of them compiling; run `make test-gpu` before. `--dry-run` calls each kernel
-once at small sizes, also in the interpreter, and times nothing.
+Kernels are timed against what their memory traffic or arithmetic allows, and attention against torch's own. Bandwidth
+and bf16 arithmetic are measured in the same run. Shapes are of one layer of Llama 3 8B: 32 query and 8 KV heads of 128.
+`--dry-run` calls each kernel once at small sizes, also in the interpreter, serves a tiny model from the processor, and
+times nothing that counts.
 """
 
 import argparse
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+
+from gpu_serving import Load, one_engine, two_workers
+from tiny_model import TinyShape, write_tiny_model
 from torch import Tensor
 from torch.nn import functional
 
 from pageferry.core.formats import PageFormat
 from pageferry.core.gguf import GgufType
-from pageferry.core.layout import PageLayout
-from pageferry.engine.pages import PageTensors
-from pageferry.kernels.append_pages import LayerPages, SidePages
+from pageferry.core.groups import full_group
+from pageferry.core.layout import CacheLayout
+from pageferry.engine.gpu_pages import DevicePages
 from pageferry.kernels.gpu.append_pages import append_pages
+from pageferry.kernels.gpu.append_tails import TouchedPages, append_tails
 from pageferry.kernels.gpu.linear import GroupedWeight, linear
 from pageferry.kernels.gpu.move_pages import gather_pages, scatter_pages
+from pageferry.kernels.gpu.page_tiles import SequencePages
 from pageferry.kernels.gpu.paged_attention import decode_attention
 from pageferry.kernels.gpu.paged_prefill import Chunks, prefill_attention
 from pageferry.kernels.gpu.rms_norm import add_rms_norm
 from pageferry.kernels.gpu.rotary import rotary
 from pageferry.kernels.gpu.silu_mul import silu_mul
 
+ROOT = Path(__file__).parents[1]
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym")
+TAILED = ("int8:channel", "k=int4:channel:asym,v=int4")
+TESTS_S = 240  # most that the kernels' tests may take
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16
 SCALE = DIM**-0.5
 
@@ -73,57 +88,50 @@ def attention(sizes: Sizes) -> Iterator[Work]:
 
     half = 2 * HEADS * DIM * context * context
     yield Work("prefill, torch over contiguous", causal, 0, half)
-    for text in FORMATS:
+    for text in (*FORMATS, *TAILED):
         yield from over_pages(sizes, text, flops, half)
 
 
 def over_pages(sizes: Sizes, text: str, decode_flops: int, prefill_flops: int) -> Iterator[Work]:
-    batch, context = sizes.batch, sizes.context
-    pages = PageTensors(
-        PageLayout("bench", PageFormat.parse(text), PAGE_SIZE, 1, KV_HEADS, DIM), batch * context // PAGE_SIZE
-    )
-    memory = pages._memory.to(sizes.device)
-    layer = LayerPages(*(moved(side, pages._memory, memory) for side in (pages.layers[0].keys, pages.layers[0].values)))
-    places = torch.randperm(batch * context, device=sizes.device)
+    batch, context, device = sizes.batch, sizes.context, torch.device(sizes.device)
+    layout = CacheLayout("bench", PageFormat.parse(text), PAGE_SIZE, KV_HEADS, DIM, (full_group(1),))
+    pages = DevicePages(layout, [batch * context // PAGE_SIZE], batch, device)
+    memory, layer = pages.pools[0].memory, pages.layers[0]
+    tables = torch.randperm(len(memory), device=device).int().view(batch, -1)
+    lengths = torch.full((batch,), context, device=device, dtype=torch.int32)
+    tails = torch.arange(batch, device=device).int() if pages.tails else None
+    held = SequencePages(tables, lengths, tails)
     keys, values = sizes.randn(2, batch * context, KV_HEADS, DIM)
+    starts = torch.arange(0, batch * context + 1, context, device=device, dtype=torch.int32)
+    touched = TouchedPages.of([context] * batch, starts, [context] * batch, PAGE_SIZE)
+    places, slots = tables.flatten().repeat_interleave(PAGE_SIZE), torch.arange(PAGE_SIZE, device=device)
 
     def append() -> None:
-        append_pages(layer, keys, values, places // PAGE_SIZE, places % PAGE_SIZE)
+        if pages.tails:
+            append_tails(layer, keys, values, held, (starts, touched.full))
+        else:
+            append_pages(layer, keys, values, places, slots.repeat(len(memory)))
 
     append()
     yield Work(f"append {text}", append, 2 * keys.numel() * 4 + memory.numel())
-    tables = torch.randperm(memory.shape[0], device=sizes.device, dtype=torch.int32).view(batch, -1)
-    lengths = torch.full((batch,), context, device=sizes.device, dtype=torch.int32)
     query = sizes.randn(batch, HEADS, DIM)
 
     def decode() -> Tensor:
-        return decode_attention(query, layer, tables, lengths, SCALE, dtype=sizes.dtype)
+        return decode_attention(query, layer, held, SCALE, dtype=sizes.dtype)
 
     yield Work(f"decode {text}", decode, memory.numel(), decode_flops)
-    chunk = sizes.randn(context, HEADS, DIM)
-    chunks = Chunks.of([context], HEADS // KV_HEADS, sizes.dtype, sizes.device)
+    chunk, new = sizes.randn(context, HEADS, DIM), (keys[:context], values[:context])
+    one = SequencePages(tables[:1], lengths[:1], None if tails is None else tails[:1])
+    chunks = Chunks.of([context], HEADS, layer, sizes.dtype)
 
     def prefill() -> Tensor:
-        return prefill_attention(chunk, layer, tables[:1], lengths[:1], chunks, SCALE, dtype=sizes.dtype)
+        return prefill_attention(chunk, layer, one, chunks, SCALE, new=new, dtype=sizes.dtype)
 
     yield Work(f"prefill {text}", prefill, 0, prefill_flops)
-    ranges, taken = pages.layout.ranges(0, 1), tables.flatten()[: len(memory) // 2]
+    ranges, taken = layout.pages[0].ranges(0, 1), tables.flatten()[: len(memory) // 2]
     buffer = gather_pages(memory, taken, ranges)
     yield Work(f"gather {text}", lambda: gather_pages(memory, taken, ranges), 2 * buffer.numel())
     yield Work(f"scatter {text}", lambda: scatter_pages(memory, taken, ranges, buffer), 2 * buffer.numel())
-
-
-def moved(side: SidePages, old: Tensor, new: Tensor) -> SidePages:
-    """The same views into memory on another device."""
-
-    def view(part: Tensor | None) -> Tensor | None:
-        if part is None:
-            return None
-        return new.view(part.dtype).as_strided(part.shape, part.stride(), part.storage_offset())
-
-    payload = view(side.payload)
-    assert payload is not None and old.shape == new.shape
-    return SidePages(side.format, payload, view(side.scales), view(side.zeros))
 
 
 def others(sizes: Sizes) -> Iterator[Work]:
@@ -160,36 +168,75 @@ def limits(device: str) -> tuple[float, float]:
     return 2 * source.numel() / copy_ms * 1e3, 2 * 8192**3 / product_ms * 1e3
 
 
-def timed(works: Iterator[Work], device: str) -> None:
+def timed(works: Iterator[Work], device: str) -> Iterator[str]:
     from triton.testing import do_bench
 
     bandwidth, arithmetic = limits(device)
-    print(f"{torch.cuda.get_device_name()}: {bandwidth / 1e9:.0f} GB/s copied, {arithmetic / 1e12:.0f} TFLOP/s in bf16")
-    print("| kernel | µs | GB/s | TFLOP/s | of the roofline |\n|---|---|---|---|---|")
+    name = torch.cuda.get_device_name()
+    yield f"{name}: {bandwidth / 1e9:.0f} GB/s copied, {arithmetic / 1e12:.0f} TFLOP/s in bf16"
+    yield "\n| kernel | µs | GB/s | TFLOP/s | of the roofline |\n|---|---:|---:|---:|---:|"
     for work in works:
         seconds = do_bench(work.call, return_mode="median") / 1e3
         least = max(work.num_bytes / bandwidth, work.num_flops / arithmetic)
         figures = f"{work.num_bytes / seconds / 1e9:.0f} | {work.num_flops / seconds / 1e12:.1f}"
-        print(f"| {work.name} | {seconds * 1e6:.1f} | {figures} | {100 * least / seconds:.0f} % |", flush=True)
+        yield f"| {work.name} | {seconds * 1e6:.1f} | {figures} | {100 * least / seconds:.0f} % |"
+
+
+def served(load: Load) -> Iterator[str]:
+    yield f"\n{load.model}, {load.page_format} pages, {load.device}\n\n| | | |\n|---|---:|---:|"
+    yield from one_engine(load)
+    yield from two_workers(load)
+
+
+def tested() -> Iterator[str]:
+    """The kernels' tests, in a process of their own."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-q", "tests/kernels/gpu"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield f"kernels' tests: not over after {TESTS_S} s"
+        return
+    print(done.stdout[-4000:], file=sys.stderr)
+    yield f"kernels' tests: {done.stdout.strip().splitlines()[-1].strip('= ')} (status {done.returncode})"
+
+
+def dry_run() -> Iterator[str]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    small = Sizes(2, 32, 128, device, torch.float16)
+    works = [work for work in (*attention(small), *others(small)) if "bf16" not in work.name]
+    for work in works:
+        work.call()
+    yield f"{len(works)} calls made on {device}, none timed"
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder, "tiny"), TinyShape(num_hidden_layers=2))
+        load = Load(str(model), "cuda:0" if device == "cuda" else "cpu", "int8", 40, 32, 32, 3, (1, 2))
+        yield from served(load)
+
+
+def report(model: str) -> Iterator[str]:
+    yield from tested()
+    sizes = Sizes(32, 2048, 4096, "cuda", torch.bfloat16)
+    yield from timed((work for works in (attention(sizes), others(sizes)) for work in works), "cuda")
+    torch.cuda.empty_cache()
+    yield from served(Load(model, "cuda:0", "int8", 2048, 512, 512, 64))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="call each kernel once at small sizes")
-    if parser.parse_args().dry_run:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        small = Sizes(2, 32, 128, device, torch.float16)
-        works = [work for work in (*attention(small), *others(small)) if "bf16" not in work.name]
-        for work in works:
-            work.call()
-        print(f"gpu: {len(works)} calls made on {device}, none timed")
-        return 0
-    if not torch.cuda.is_available():
+    parser.add_argument("--model", default="smollm2", help="what is served")
+    parser.add_argument("--out", type=Path, help="where the table is written, too")
+    options = parser.parse_args()
+    if not (options.dry_run or torch.cuda.is_available()):
         print("gpu: no GPU is visible to torch here; nothing was timed")
         return 0
-    sizes = Sizes(32, 2048, 4096, "cuda", torch.bfloat16)
-    for works in (attention(sizes), others(sizes)):
-        timed(works, "cuda")
+    started, lines = time.perf_counter(), []
+    for line in dry_run() if options.dry_run else report(options.model):
+        print(line, flush=True)
+        lines.append(line)
+        if options.out:  # after each line, so that what was measured stays where the run is cut off
+            options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"gpu: took {time.perf_counter() - started:.0f} s", file=sys.stderr)
     return 0
 
 

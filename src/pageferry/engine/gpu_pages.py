@@ -22,6 +22,7 @@ class Staging:
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         is_cuda = device.type == "cuda"
+        self._device = device
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
         self._bytes = self._buffer.numpy().data
         self._stream = torch.cuda.Stream(device) if is_cuda else None
@@ -53,7 +54,7 @@ class Staging:
     def changed(self) -> None:
         """Pages have been blanked or copied on the current stream: later reads and writes come after it."""
         if self._changed is not None:
-            self._changed.record()
+            self._changed.record(torch.cuda.current_stream(self._device))
 
     @contextmanager
     def _copying(self) -> Iterator[None]:
