@@ -33,7 +33,7 @@ from pageferry.kernels.gpu.append_pages import append_pages
 from pageferry.kernels.gpu.append_tails import TouchedPages, append_tails
 from pageferry.kernels.gpu.linear import GroupedWeight, linear
 from pageferry.kernels.gpu.move_pages import gather_pages, scatter_pages
-from pageferry.kernels.gpu.page_tiles import SequencePages
+from pageferry.kernels.gpu.page_arguments import SequencePages
 from pageferry.kernels.gpu.paged_attention import decode_attention
 from pageferry.kernels.gpu.paged_prefill import Chunks, prefill_attention
 from pageferry.kernels.gpu.rms_norm import add_rms_norm

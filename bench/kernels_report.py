@@ -28,7 +28,7 @@ from pageferry.kernels.gpu import (
     append_tails,
     linear,
     move_pages,
-    page_tiles,
+    page_arguments,
     paged_attention,
     paged_prefill,
     rms_norm,
@@ -139,7 +139,7 @@ def of_pages(text: str, dim: int, group: int, dtype: torch.dtype) -> Iterator[Va
     tail_types, tail_constants = of_tails(there=has_tails)
     types = k_types | v_types | tail_types | {"query": "*fp32", "tables": "*i32", "lengths": "*i32", "scale": "fp32"}
     types |= {"partial": "*fp32", "logs": "*fp32", "starts": "*i32", "blocks": "*i32", "out": "*fp32"}
-    shape = {"D": dim, "DP": page_tiles.padded_dim(dim), "PAGE": PAGE_SIZE} | k_constants | v_constants
+    shape = {"D": dim, "DP": page_arguments.padded_dim(dim), "PAGE": PAGE_SIZE} | k_constants | v_constants
     suffix = f"{text} {dim}" if dtype == torch.bfloat16 else f"{text} {dim} in fp32"
 
     def variant(
@@ -162,12 +162,12 @@ def of_pages(text: str, dim: int, group: int, dtype: torch.dtype) -> Iterator[Va
             yield variant("append", append_pages._append_kernel, tops | {"TOKENS": append_pages.TOKENS})
     shape |= {
         "GROUP": group,
-        "DOT": page_tiles.DOT_DTYPES[dtype],
+        "DOT": page_arguments.DOT_DTYPES[dtype],
         "OPEN": PAGE_SIZE if has_tails else 1,
     } | tail_constants
     constants = {"TILE": paged_attention.tile_tokens(dtype), "OPEN_TILE": paged_attention.open_tile(PAGE_SIZE)}
     constants |= {"ROWS": 16, "SPLIT_TILES": paged_attention.SPLIT_TILES}
-    most = page_tiles.MAX_REGISTERS
+    most = page_arguments.MAX_REGISTERS
     yield variant("decode", paged_attention._decode_kernel, constants, paged_attention.num_warps(dim), most)
     constants = {"TILE": paged_prefill.TILE, "PAIRS": paged_prefill.num_pairs(dim, has_tails, dtype)}
     warps = paged_prefill.num_warps(dim, has_tails, dtype)
@@ -210,7 +210,7 @@ def matmuls() -> Iterator[Variant]:
             of_x = "*bf16" if dtype == torch.bfloat16 else "*fp32"
             types = {"x": of_x, "scales": "*fp16", "out": of_x, "elements": "*u8" if is_packed else "*i8"}
             constants: dict[str, object] = {"ROWS": rows, "COLUMNS": linear.COLUMNS, "STEP": linear.STEP}
-            constants |= {"OFFSET": offset, "PACKED": is_packed, "DOT": page_tiles.DOT_DTYPES[dtype], "bias": None}
+            constants |= {"OFFSET": offset, "PACKED": is_packed, "DOT": page_arguments.DOT_DTYPES[dtype], "bias": None}
             if name == "Q4_1":
                 types["minima"] = "*fp16"
             else:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pageferry.core.formats import TensorFormat
 from pageferry.kernels.append_pages import LayerPages
-from pageferry.kernels.gpu.page_tiles import padded_dim, rounded_vectors, row_arguments, side_arguments
+from pageferry.kernels.gpu.page_arguments import padded_dim, row_arguments, side_arguments
+from pageferry.kernels.gpu.page_tiles import rounded_vectors
 from pageferry.kernels.quantise import largest
 
 TOKENS = 8

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.gpu.append_pages import check_rows, store_vectors, top
-from pageferry.kernels.gpu.page_tiles import (
+from pageferry.kernels.gpu.page_arguments import (
     SequencePages,
-    load_open,
     padded_dim,
     row_arguments,
     side_arguments,
     tail_arguments,
 )
+from pageferry.kernels.gpu.page_tiles import load_open
 
 
 @dataclass(frozen=True, slots=True)

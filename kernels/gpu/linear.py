@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pageferry.core.gguf import GgufType
-from pageferry.kernels.gpu.page_tiles import DOT_DTYPES
+from pageferry.kernels.gpu.page_arguments import DOT_DTYPES
 
 GROUP = 32
 COLUMNS, STEP = 64, 64

@@ -15,15 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from pageferry.kernels.append_pages import LayerPages
-from pageferry.kernels.gpu.page_tiles import (
+from pageferry.kernels.gpu.page_arguments import (
     SequencePages,
-    attend_open,
-    attend_tiles,
     attention_arguments,
     check_attention,
     padded_dim,
-    tile_range,
 )
+from pageferry.kernels.gpu.page_tiles import attend_open, attend_tiles, tile_range
 
 SPLIT_TILES = 4
 _LOG2_E = 1.4426950408889634

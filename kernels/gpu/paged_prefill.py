@@ -17,17 +17,15 @@ import triton.language as tl
 from torch import Tensor
 
 from pageferry.kernels.append_pages import LayerPages
-from pageferry.kernels.gpu.page_tiles import (
+from pageferry.kernels.gpu.page_arguments import (
     SequencePages,
-    attend_open,
-    attend_tiles,
     attention_arguments,
     check_attention,
     dim_of,
     padded_dim,
     row_arguments,
-    tile_range,
 )
+from pageferry.kernels.gpu.page_tiles import attend_open, attend_tiles, tile_range
 
 TILE = 32  # tokens that are read at once
 _LOG2_E = 1.4426950408889634

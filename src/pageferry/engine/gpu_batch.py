@@ -12,7 +12,7 @@ from pageferry.core.layout import CacheLayout
 from pageferry.engine.batch import Batch
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.gpu.append_tails import TouchedPages
-from pageferry.kernels.gpu.page_tiles import SequencePages
+from pageferry.kernels.gpu.page_arguments import SequencePages
 from pageferry.kernels.gpu.paged_prefill import Chunks
 
 Numbers = NDArray[np.int32]

@@ -10,7 +10,7 @@ from page_pools import FORMATS, TAIL_FORMATS, layout, poisoned
 from pageferry.core.formats import Element, PageFormat, TensorFormat
 from pageferry.kernels.append_pages import SidePages
 from pageferry.kernels.gpu.append_tails import TouchedPages, append_tails
-from pageferry.kernels.gpu.page_tiles import SequencePages
+from pageferry.kernels.gpu.page_arguments import SequencePages
 from pageferry.kernels.quantise import quantise
 
 NUM_PAGES, NUM_TAILS = 16, 4

@@ -10,7 +10,7 @@ from page_pools import FORMATS, TAIL_FORMATS, layout, poisoned, spoil
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup
 from pageferry.kernels.append_pages import LayerPages, append_pages
-from pageferry.kernels.gpu.page_tiles import SequencePages
+from pageferry.kernels.gpu.page_arguments import SequencePages
 from pageferry.kernels.gpu.paged_attention import decode_attention
 from pageferry.kernels.gpu.paged_prefill import Chunks, prefill_attention
 from pageferry.kernels.paged_attention import History, paged_attention_ref
