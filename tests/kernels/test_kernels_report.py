@@ -13,13 +13,18 @@ pytest.importorskip("triton", reason="Triton is not installed")
 ROOT = Path(__file__).parents[2]
 
 
-def report(*arguments: str) -> list[dict[str, Any]]:
+def run(script: str, *arguments: str) -> Any:
+    """What it prints, from JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / "src")
-    command = [sys.executable, str(ROOT / "bench" / "kernels_report.py"), "--json", *arguments]
+    command = [sys.executable, str(ROOT / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return json.loads(done.stdout)
+
+
+def report(*arguments: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = run("bench/kernels_report.py", "--json", *arguments)
     return rows
 
 
@@ -56,3 +61,13 @@ def test_every_kernel_compiles_without_spilling() -> None:
         "linear",
     }
     check(rows)
+
+
+@pytest.mark.parametrize("arch", ["80", "90"])
+def test_kernels_compile_for_what_the_engine_calls_them_with_and_only_once(arch: str) -> None:
+    """Else a step in the midst of serving would wait for a compiler."""
+    found = run("tests/support/compile_steps.py", arch)
+    assert found["added"] == []
+    assert {"_append_kernel", "_append_tails_kernel", "_decode_kernel", "_combine_kernel", "_prefill_kernel"} <= {
+        name for name, count in found["compiled"].items() if count <= 4
+    }
