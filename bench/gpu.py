@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -43,7 +45,8 @@ from pageferry.kernels.gpu.silu_mul import silu_mul
 ROOT = Path(__file__).parents[1]
 FORMATS = ("bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym")
 TAILED = ("int8:channel", "k=int4:channel:asym,v=int4")
-TESTS_S = 240  # most that the kernels' tests may take
+TESTS_S, LIMIT_S = 240, 420  # most that the kernels' tests, and all that has begun, may take
+FAILED = "FAILED:"
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16
 SCALE = DIM**-0.5
 
@@ -168,18 +171,25 @@ def limits(device: str) -> tuple[float, float]:
     return 2 * source.numel() / copy_ms * 1e3, 2 * 8192**3 / product_ms * 1e3
 
 
-def timed(works: Iterator[Work], device: str) -> Iterator[str]:
+def timed(device: str, until: float) -> Iterator[str]:
+    """Works that would begin later than `until` are left out."""
     from triton.testing import do_bench
 
+    sizes, left_out = Sizes(32, 2048, 4096, device, torch.bfloat16), []
     bandwidth, arithmetic = limits(device)
     name = torch.cuda.get_device_name()
-    yield f"{name}: {bandwidth / 1e9:.0f} GB/s copied, {arithmetic / 1e12:.0f} TFLOP/s in bf16"
-    yield "\n| kernel | µs | GB/s | TFLOP/s | of the roofline |\n|---|---:|---:|---:|---:|"
-    for work in works:
+    yield f"\n{name}: {bandwidth / 1e9:.0f} GB/s copied, {arithmetic / 1e12:.0f} TFLOP/s in bf16\n"
+    yield "| kernel | µs | GB/s | TFLOP/s | of the roofline |\n|---|---:|---:|---:|---:|"
+    for work in chain(others(sizes), attention(sizes)):
+        if time.perf_counter() > until:
+            left_out.append(work.name)
+            continue
         seconds = do_bench(work.call, return_mode="median") / 1e3
         least = max(work.num_bytes / bandwidth, work.num_flops / arithmetic)
         figures = f"{work.num_bytes / seconds / 1e9:.0f} | {work.num_flops / seconds / 1e12:.1f}"
         yield f"| {work.name} | {seconds * 1e6:.1f} | {figures} | {100 * least / seconds:.0f} % |"
+    if left_out:
+        yield f"\nleft out for lack of time: {', '.join(left_out)}"
 
 
 def served(load: Load) -> Iterator[str]:
@@ -191,13 +201,19 @@ def served(load: Load) -> Iterator[str]:
 def tested() -> Iterator[str]:
     """The kernels' tests, in a process of their own."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu and not slow", "-q", "tests/kernels/gpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_S, check=False)
+    print(done.stdout[-8000:], file=sys.stderr)
+    last = done.stdout.strip().splitlines()[-1].strip("= ")
+    yield f"kernels' tests: {last}" if done.returncode == 0 else f"{FAILED} kernels' tests: {last}"
+
+
+def guarded(lines: Iterator[str]) -> Iterator[str]:
+    """What goes wrong in one part must not cost the others: time on a GPU is dear."""
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_S, check=False)
-    except subprocess.TimeoutExpired:
-        yield f"kernels' tests: not over after {TESTS_S} s"
-        return
-    print(done.stdout[-4000:], file=sys.stderr)
-    yield f"kernels' tests: {done.stdout.strip().splitlines()[-1].strip('= ')} (status {done.returncode})"
+        yield from lines
+    except Exception as error:
+        traceback.print_exc()
+        yield f"\n{FAILED} {type(error).__name__}: {str(error)[:500]}"
 
 
 def dry_run() -> Iterator[str]:
@@ -214,11 +230,11 @@ def dry_run() -> Iterator[str]:
 
 
 def report(model: str) -> Iterator[str]:
-    yield from tested()
-    sizes = Sizes(32, 2048, 4096, "cuda", torch.bfloat16)
-    yield from timed((work for works in (attention(sizes), others(sizes)) for work in works), "cuda")
+    until = time.perf_counter() + LIMIT_S
+    yield from guarded(tested())
+    yield from guarded(served(Load(model, "cuda:0", "int8", 2048, 512, 512, 64)))
     torch.cuda.empty_cache()
-    yield from served(Load(model, "cuda:0", "int8", 2048, 512, 512, 64))
+    yield from guarded(timed("cuda", until))
 
 
 def main() -> int:
@@ -231,13 +247,15 @@ def main() -> int:
         print("gpu: no GPU is visible to torch here; nothing was timed")
         return 0
     started, lines = time.perf_counter(), []
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     for line in dry_run() if options.dry_run else report(options.model):
         print(line, flush=True)
         lines.append(line)
         if options.out:  # after each line, so that what was measured stays where the run is cut off
             options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"gpu: took {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    return 0
+    return int(any(FAILED in line for line in lines))
 
 
 if __name__ == "__main__":

@@ -159,9 +159,8 @@ def test_windows_that_end_among_the_open_tokens(window: int, sinks: int, device:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", FORMAT_TEXTS)
 @pytest.mark.parametrize("length", [1, 63, 257])
-@pytest.mark.parametrize("dim", [8, 80])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (20, 0), (100, 17)])
+@pytest.mark.parametrize(("dim", "window", "sinks"), [(8, None, 0), (80, 20, 0), (80, 100, 17)])
 def test_every_format(
     text: str, length: int, dim: int, dtype: torch.dtype, window: int | None, sinks: int, device: str
 ) -> None:
