@@ -106,7 +106,7 @@ class Scenario:
         return [", ".join(f"{getattr(pool, f'num_{name}')} {name}" for name in names) for pool in self.driver.pools.all]
 
     def make(self, name: str, *, tokens: str, like: str | None = None, **options: str) -> Sequence:
-        self.variants[name] = len(self.variants) if like is None else self.variants[like]
+        self.variants[name] = 1 + max(self.variants.values(), default=-1) if like is None else self.variants[like]
         one = sequence(
             prompt(int(tokens), self.variants[name]),
             int(options.pop("max_tokens", "1")),

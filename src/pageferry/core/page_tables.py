@@ -124,8 +124,8 @@ class PageTables:
         return num_tokens - (self.page_size if is_sealed else 1)
 
     def store(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the pages findable that positions `start` to `end`, now computed, have filled."""
-        self.claims.prefix.store(sequence, start, end)
+        """Make the pages findable that positions `start` to `end`, now computed, have filled, or share equal ones."""
+        self._give_back(self.claims.prefix.store(sequence, start, end))
 
     def fresh(self, sequence: Sequence, start: int, end: int) -> Iterator[Place]:
         """The pages that are new to the sequence when it computes `start` to `end`: whose first position is there."""

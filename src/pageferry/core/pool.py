@@ -130,20 +130,21 @@ class PagePool:
             pages.append(page)
         return pages
 
-    def store(self, page: PageId, page_hash: bytes) -> None:
-        """Make a full resident page findable. It is never written again. Where the hash has a page, that one stays."""
+    def store(self, page: PageId, page_hash: bytes) -> PageId:
+        """Make a full resident page findable; it is never written again. Where the hash has a page, give that one."""
         if self._states[page] is not PageState.RESIDENT:
             raise AssertionError(f"page {page} is {self._states[page].value}, only a resident one is stored")
         if self._hashes[page] not in (None, page_hash):
             raise AssertionError(f"page {page} is already stored under another hash")
         if page_hash in self._by_hash:
-            return
+            return self._by_hash[page_hash]
         self._by_hash[page_hash] = page
         self._hashes[page] = page_hash
         if page_hash in self._removed:
             del self._removed[page_hash]
         else:
             self._stored[page_hash] = None
+        return page
 
     def take_cache_events(self) -> tuple[list[bytes], list[bytes]]:
         """(stored, removed) hashes since the last call; one that came and went since is in neither."""

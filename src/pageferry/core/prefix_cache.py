@@ -1,7 +1,7 @@
 """What of a sequence's tokens the pools hold already, and the making findable of more."""
 
 from pageferry.core.groups import CacheGroup
-from pageferry.core.layout import CacheLayout
+from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.pool import PageId, PagePool
 from pageferry.core.pools import PagePools
 from pageferry.core.prefix import page_hashes
@@ -47,14 +47,24 @@ class PrefixCache:
             tables.append(table)
         return tuple(tables)
 
-    def store(self, sequence: Sequence, start: int, end: int) -> None:
-        """Make the pages findable that positions `start` to `end`, now computed, have filled."""
+    def store(self, sequence: Sequence, start: int, end: int) -> list[Place]:
+        """Make the pages findable that positions `start` to `end`, now computed, have filled.
+
+        Where another one holds the same already, the sequence takes a reference to that instead: its own, which are
+        returned, are the caller's to give back.
+        """
         first, last = start // self._page_size, end // self._page_size
         hashes = self._hashes(sequence) if first < last else []
-        for (_, pool), table in zip(self._groups, sequence.tables, strict=True):
+        replaced = []
+        for number, ((_, pool), table) in enumerate(zip(self._groups, sequence.tables, strict=True)):
             for index in range(first, min(last, len(hashes))):
-                if table[index] != NO_PAGE:
-                    pool.store(table[index], hashes[index])
+                if (page := table[index]) == NO_PAGE:
+                    continue
+                table[index] = pool.store(page, hashes[index])
+                if table[index] != page:
+                    pool.acquire([table[index]])
+                    replaced.append(Place(number, page))
+        return replaced
 
     def _window_hit(self, group: CacheGroup, pool: PagePool, hashes: list[bytes], start: int | None) -> int:
         """The longest hit in a window group, of which the sinks are there."""
