@@ -43,7 +43,9 @@ def test_a_model_s_own_window_holds_in_every_layer() -> None:
         ("0-2=sinks:3", "must have full, window:W or window:W,sinks:S"),
         ("0-2=window:8,window:9", "must have full, window:W or window:W,sinks:S"),
         ("0-2=window:-1", "must have full, window:W or window:W,sinks:S"),
-        ("0-2=window:0", "window:0', must be at least 1"),
+        ("0-2=window:0", "window:0', must be from 1 to 2147483647"),
+        ("0-2=window:2147483648", "window:2147483648', must be from 1 to 2147483647"),
+        ("0-2=window:8,sinks:2147483648", "sinks:2147483648', must be from 0 to 2147483647"),
     ],
 )
 def test_a_wrong_text_is_refused_with_the_reason(text: str, message: str) -> None:

@@ -93,6 +93,16 @@ def test_groups_that_are_no_groups_are_refused(ranges: list[tuple[int, int]], me
         convert.layout_from_proto(layout)
 
 
+@pytest.mark.parametrize("layers", [[pb.LayerRange(num_layers=convert.MAX_LAYERS)], []])
+def test_groups_that_repeat_layers_or_have_none_are_not_read_to_their_end(layers: list[pb.LayerRange]) -> None:
+    message = convert.layout_to_proto(small_layout())
+    message.num_layers = convert.MAX_LAYERS
+    message.ClearField("groups")
+    message.groups.extend([pb.CacheGroup(layers=layers)] * 100_000)
+    with pytest.raises(InvalidArgumentError, match=r"layout\.groups is '100000 groups', must hold each of 4096 layers"):
+        convert.layout_from_proto(message)
+
+
 @pytest.mark.parametrize("num_layers", [0, 2**32 - 1])
 def test_a_number_of_layers_that_no_model_has_is_refused(num_layers: int) -> None:
     message = convert.layout_to_proto(small_layout())

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from pageferry.core.errors import InvalidArgumentError, invalid
 
+MAX_TOKENS = 2**31 - 1  # of a window or sinks: kernels and the contract count positions in 32 bits
+
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
@@ -19,10 +21,11 @@ class CacheGroup:
     sinks: int = 0
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise invalid("cache_layers", f"window:{self.window}", "must be at least 1")
-        if self.sinks < 0 or (self.window is None and self.sinks):
-            raise invalid("cache_layers", f"sinks:{self.sinks}", "must be at least 0, and stand behind a window")
+        if self.window is not None and not 1 <= self.window <= MAX_TOKENS:
+            raise invalid("cache_layers", f"window:{self.window}", f"must be from 1 to {MAX_TOKENS}")
+        if not 0 <= self.sinks <= (0 if self.window is None else MAX_TOKENS):
+            limit = f"must be from 0 to {MAX_TOKENS}, and stand behind a window"
+            raise invalid("cache_layers", f"sinks:{self.sinks}", limit)
 
     def __str__(self) -> str:
         policy = "full" if self.window is None else f"window:{self.window}"

@@ -65,7 +65,15 @@ def groups_from_proto(message: pb.PageLayout) -> tuple[CacheGroup, ...]:
         raise invalid("layout.num_layers", message.num_layers, f"must be from 1 to {MAX_LAYERS}")
     if not message.groups:
         return (full_group(message.num_layers),)
-    return tuple(_group_from_proto(group, message.num_layers) for group in message.groups)
+    groups: list[CacheGroup] = []
+    num_left = message.num_layers
+    for group in message.groups:
+        groups.append(_group_from_proto(group, message.num_layers))
+        num_left -= max(1, len(groups[-1].layers))
+        if num_left < 0:  # a peer names thousands of layers in a few bytes: what repeats them is not read on
+            limit = f"must hold each of {message.num_layers} layers once"
+            raise invalid("layout.groups", f"{len(message.groups)} groups", limit)
+    return tuple(groups)
 
 
 def _group_from_proto(message: pb.CacheGroup, num_layers: int) -> CacheGroup:
