@@ -22,9 +22,11 @@ LAYOUT = layout()
 PAGE_BYTES = LAYOUT.pages[0].page_bytes
 
 
-def plan(available: int = ROOM, of: CacheLayout = LAYOUT, **settings: int) -> MemoryPlan:
+def plan(
+    available: int = ROOM, of: CacheLayout = LAYOUT, scheduler: SchedulerConfig | None = None, **settings: int
+) -> MemoryPlan:
     config = EngineConfig(**settings)  # type: ignore[arg-type]
-    return plan_memory(MODEL, of, config, SchedulerConfig(), unpacked_bytes(MODEL, 4), available)
+    return plan_memory(MODEL, of, config, scheduler or SchedulerConfig(), unpacked_bytes(MODEL, 4), available)
 
 
 def test_the_pool_is_sized_from_either_setting() -> None:
@@ -89,6 +91,13 @@ def test_a_window_needs_room_for_one_sequence_only() -> None:
     with pytest.raises(InvalidArgumentError, match="one request needs 19"):
         plan(of=windows, num_pages=18, max_model_tokens=8192)
     assert plan(of=windows, num_pages=19, max_model_tokens=8192).num_pages == (19,)
+
+
+def test_windows_alone_need_no_headroom() -> None:
+    windows, roomy = layout(cache_layers="0-1=window:20"), SchedulerConfig(headroom_pages=30)
+    assert plan(of=windows, scheduler=roomy, num_pages=19, max_model_tokens=8192).num_pages == (19,)
+    with pytest.raises(InvalidArgumentError, match="one request needs 31"):
+        plan(scheduler=roomy, num_pages=19)
 
 
 def test_tails_are_a_term() -> None:

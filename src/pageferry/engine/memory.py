@@ -42,7 +42,8 @@ class _Pools:
         return self.num_tails * sum(layout.page_bytes for layout in self.layout.tails)
 
     def most_live(self, group: CacheGroup, num_tokens: int) -> int:
-        chunk_tokens = max(self.scheduler.chunk_tokens, self.scheduler.local_chunk_tokens)
+        # A last page may be computed anew, from its start.
+        chunk_tokens = max(self.scheduler.chunk_tokens, self.scheduler.local_chunk_tokens, self.layout.page_size)
         return group.most_live(num_tokens, chunk_tokens, self.layout.page_size)
 
     def most_read(self, group: CacheGroup, num_tokens: int) -> int:
@@ -86,7 +87,7 @@ def plan_memory(
     """
     pools = _Pools(layout, scheduler, config.max_positions)
     of_full = engine.num_pages or pools.largest(engine.kv_memory_mb * _MB)
-    smallest = 1 + scheduler.headroom_pages
+    smallest = 1 + scheduler.headroom_pages * any(group.window is None for group in layout.groups)
     if engine.max_model_tokens:
         smallest = max(smallest, *(pools.most_live(group, engine.max_model_tokens) for group in layout.groups))
     least_mb = math.ceil((pools.page_bytes(smallest) + pools.tail_bytes) / _MB)
