@@ -1,6 +1,7 @@
 import argparse
 import socket
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,12 @@ def test_a_port_in_use_is_named_before_anything_starts(tiny_model: Path, option:
 def test_numbers_of_workers_are_checked(tiny_model: Path, num_prefill: int, num_decode: int, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         plan(base(tiny_model), num_prefill, num_decode, {})
+
+
+def test_cache_layers_are_checked_against_the_model_before_anything_starts(tiny_model: Path) -> None:
+    config = replace(base(tiny_model), engine=EngineConfig(model=str(tiny_model), cache_layers="0-99=full"))
+    with pytest.raises(InvalidArgumentError, match="cache_layers is '0-99', must be layers from 0 to"):
+        plan(config, 1, 1, {})
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_describe_has_every_field_of_every_section() -> None:
         ("all=full", "must name layers as 3 or 0-14, not 'all'"),
         ("0-3", "must be LAYERS=POLICY"),
         ("0-3=full;3-5=window:8", "but layer 3 stands there twice"),
-        ("0-3=full;6=window:8", "must name each layer of 7; 4-5 are missing"),
+        ("0-3=full;6=window:8", "must name each of the 7 layers, once; missing: 4-5"),
         ("0=window:0", "must be from 1 to 2147483647"),
         ("0=sinks:4", "must have full, window:W or window:W,sinks:S"),
         ("0-99999999999=full", "must be layers from 0 to 4095"),

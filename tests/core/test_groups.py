@@ -35,7 +35,7 @@ def test_a_model_s_own_window_holds_in_every_layer() -> None:
     [
         ("0-2", "must be LAYERS=POLICY"),
         ("0-1=full;1-2=window:8", "but layer 1 stands there twice"),
-        ("0=full;2=full", "must name each layer of 3; 1 are missing"),
+        ("0=full;2=full", "must name each of the 3 layers, once; missing: 1"),
         ("0-3=full", "must be layers from 0 to 2"),
         ("2-0=full", "must be layers from 0 to 2, ascending"),
         ("a=full", "must name layers as 3 or 0-14, not 'a'"),

@@ -104,7 +104,7 @@ def test_what_a_format_can_not_hold_is_refused_at_start(tmp_path: Path) -> None:
     ("cache_layers", "message"),
     [
         ("0-4=full", "must be layers from 0 to 3"),
-        ("0-1=full", "must name each layer of 4; 2-3 are missing"),
+        ("0-1=full", "must name each of the 4 layers, once; missing: 2-3"),
         ("0-3=window:0", "window:0"),
     ],
 )

@@ -12,7 +12,8 @@ from pathlib import Path
 from pageferry.cli.supervisor import ChildSpec
 from pageferry.core.config import Config
 from pageferry.core.errors import InvalidArgumentError, UnavailableError, invalid
-from pageferry.core.model_files import resolve_model
+from pageferry.core.groups import parse_groups
+from pageferry.core.model_files import load_config_of, resolve_model
 
 _COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _LOOPBACK = "127.0.0.1"
@@ -52,12 +53,15 @@ def plan(
     environment: Mapping[str, str],
     devices: Mapping[str, str | None] | None = None,
 ) -> Launch:
-    """Choose ports and thread counts. Raises PageferryError where the model or a port can't be had.
+    """Choose ports and thread counts. Raises PageferryError where the model, its cache layers or a port can't be had.
 
     `devices` of "prefill" and of "decode" workers are separated by commas and go round; None: the configuration's.
     """
     roles = _roles(num_prefill, num_decode)
-    resolve_model(base.engine.model)
+    files = resolve_model(base.engine.model)
+    if base.engine.cache_layers:
+        model = load_config_of(files)
+        parse_groups(base.engine.cache_layers, model.num_layers, model.sliding_window)
     server = base.server
     with contextlib.ExitStack() as held:
         # All are held open at once, so that none is chosen twice.

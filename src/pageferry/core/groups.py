@@ -77,7 +77,7 @@ def parse_groups(text: str, num_layers: int, model_window: int | None) -> tuple[
     for part in text.split(";"):
         layers, equals, policy = part.partition("=")
         if not equals:
-            raise invalid("cache_layers", text, "must be LAYERS=POLICY, separated by semicolons")
+            raise invalid("cache_layers", text, "must be LAYERS=POLICY;…, such as 0-14=window:256,sinks:4;15-29=full")
         window, sinks = _parse_policy(policy.strip(), text)
         if window is not None and model_window is not None and window > model_window:
             raise invalid("cache_layers", f"window:{window}", f"must be at most the model's own, {model_window}")
@@ -87,9 +87,8 @@ def parse_groups(text: str, num_layers: int, model_window: int | None) -> tuple[
             policies[layer] = (model_window if window is None else window, sinks)
     missing = [layer for layer in range(num_layers) if layer not in policies]
     if missing:
-        raise invalid(
-            "cache_layers", text, f"must name each layer of {num_layers}; {_layers_text(missing)} are missing"
-        )
+        limit = f"must name each of the {num_layers} layers, once; missing: {_layers_text(missing)}"
+        raise invalid("cache_layers", text, limit)
     members: dict[tuple[int | None, int], list[int]] = {}
     for layer in range(num_layers):
         members.setdefault(policies[layer], []).append(layer)
