@@ -107,13 +107,15 @@ def test_an_empty_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         ("generate", "a", "--raw", "--chat"),
         ("generate", "a", "--raw", "--system", "b"),
         ("up", "--port", "x"),
+        ("up", "--prot", "1"),
     ],
 )
 def test_wrong_usage_exits_with_2(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert "usage: pageferry" in capsys.readouterr().err
+    command = f"pageferry {argv[0]}" if argv and argv[0] != "fly" else "pageferry"
+    assert capsys.readouterr().err.startswith(f"usage: {command} [-h]")
 
 
 def test_every_command_has_help() -> None:

@@ -23,7 +23,9 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the process's exit status."""
-    arguments = build_parser().parse_args(argv)
+    arguments, unknown = build_parser().parse_known_args(argv)
+    if unknown:
+        arguments.command.error(f"unrecognized arguments: {' '.join(unknown)}")  # under the command's usage
     try:
         return int(arguments.run(arguments))
     except PageferryError as error:
@@ -47,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (add_command, summary) in _COMMANDS.items():
         description = f"{summary[0].upper()}{summary[1:]}."
-        add_command(commands.add_parser(name, help=summary, description=description, allow_abbrev=False))
+        command = commands.add_parser(name, help=summary, description=description, allow_abbrev=False)
+        command.set_defaults(command=command)
+        add_command(command)
     return parser
 
 
