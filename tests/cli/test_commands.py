@@ -11,11 +11,16 @@ import fake_inference
 import pytest
 from fake_trace import TRACE_ID
 
-from pageferry.cli import chat
+from pageferry.cli import chat, status
 from pageferry.cli.__main__ import build_parser, main
 from pageferry.cli.trace import LATE_SPANS_S
 from pageferry.client import SyncClient
 from pageferry.core.errors import NotFoundError, UnavailableError
+from pageferry.core.formats import PageFormat
+from pageferry.core.groups import CacheGroup
+from pageferry.core.layout import CacheLayout
+from pageferry.runtime.convert import layout_to_proto
+from pageferry.v1 import inference_pb2 as pb
 
 DOWN = "127.0.0.1:1"
 
@@ -153,14 +158,43 @@ async def test_a_trace_that_went_to_a_collector_is_not_waited_for(capsys: pytest
 async def test_status(capsys: pytest.CaptureFixture[str]) -> None:
     async with fake_inference.serving() as (address, _):
         assert await run("status", "--address", address) == 0
-        head, headings, row, reason = capsys.readouterr().out.splitlines()
+        head, _, headings, row, _, _, name, pages, _, reason = capsys.readouterr().out.splitlines()
         assert await run("status", "--json", "--address", address) == 0
     assert head == "router: 0 running, 3 queued"
     assert headings.split()[:3] == ["WORKER", "ADDRESS", "STATE"]
-    assert row.split() == ["decode", "127.0.0.1:7000", "down", "0", "0", "0", "64", "60", "0", "0", "0", "512"]
+    assert row.split() == ["decode", "127.0.0.1:7000", "down", "0", "0", "0", "512"]
+    assert (name, pages.split()) == ("decode 127.0.0.1:7000", ["all", "64", "60", "0", "0", "0"])
     assert reason == "decode 127.0.0.1:7000: it does not answer"
     document = json.loads(capsys.readouterr().out)
     assert document["queued"] == 3 and document["workers"][0]["load"]["pages_free"] == 60
+
+
+def test_status_shows_each_pool_in_80_columns() -> None:
+    groups = (CacheGroup(tuple(range(15)), window=256, sinks=4), CacheGroup(tuple(range(15, 30))))
+    layout = CacheLayout("f" * 32, PageFormat.parse("k=int8:channel,v=int4"), 16, 3, 64, groups)
+    load = pb.WorkerLoad(pages_total=6460, pages_free=5434, prefill_tokens=37)
+    load.pools.add(group=0, pages_total=1360, pages_free=841, pages_cached=511, pages_resident=8, pages_promised=18)
+    load.pools.add(group=1, pages_total=5036, pages_free=4525, pages_cached=510, pages_reserved=1)
+    load.pools.add(pages_total=64, pages_free=63, pages_resident=1)
+    worker = pb.WorkerStatus(role="prefill", address="127.0.0.1:44143", state="ready", load=load)
+    worker.layout.CopyFrom(layout_to_proto(layout))
+    other = pb.WorkerStatus(role="decode", address="127.0.0.1:9", state="ready", load=pb.WorkerLoad(pages_total=7))
+    lines = status.table(pb.GetStatusResponse(workers=[worker, other], running=1))
+    assert lines == [
+        "router: 1 running, 0 queued",
+        "",
+        "WORKER   ADDRESS          STATE  RUNNING  WAITING  TICKETS  TOKENS",
+        "prefill  127.0.0.1:44143  ready        0        0        0      37",
+        "decode   127.0.0.1:9      ready        0        0        0       0",
+        "",
+        "PAGES    TOTAL  FREE  CACHED  RESERVED  RESIDENT  LAYERS",
+        "prefill 127.0.0.1:44143: k=int8:channel,v=int4, 16 tokens a page",
+        "  0       1360   841     511         0         8  0-14=window:256,sinks:4 (18 promised)",
+        "  1       5036  4525     510         1         0  15-29=full",
+        "  tails     64    63       0         0         1",
+        "decode 127.0.0.1:9",
+        "  all        7     0       0         0         0",
+    ]
 
 
 def typing(*lines: str) -> Iterator[str]:
