@@ -30,7 +30,7 @@ _SHOWN = {
     "pageferry.handoff.pages": "pages",
     "pageferry.handoff.bytes": "bytes",
     "pageferry.handoff.hidden": "hidden",
-    "pageferry.handoff.tail_ms": "tail",
+    "pageferry.handoff.tail_ms": "transfer_tail",
     "pageferry.steps": "steps",
     "pageferry.preemptions": "preemptions",
     "pageferry.first_step_ms": "first_step",
