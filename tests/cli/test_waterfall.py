@@ -18,9 +18,13 @@ def test_golden(request: pytest.FixtureRequest) -> None:
     assert text == GOLDEN.read_text(encoding="utf-8")
 
 
-def test_lines_are_cut_to_the_terminal() -> None:
-    lines = waterfall.render(example(), max_width=80)
-    assert max(map(len, lines)) == 80 and any(line.endswith("…") for line in lines)
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_lines_fit_the_terminal_with_all_attributes(width: int) -> None:
+    lines = waterfall.render(example(), max_width=width)
+    assert max(map(len, lines)) <= width
+    notes = [word for line in waterfall.render(example()) for word in line.split() if "=" in word]
+    assert [word for line in lines for word in line.split() if "=" in word] == notes
+    assert any(line.endswith("…") for line in lines) == (width == 40)  # rows' names alone take more
 
 
 def test_one_span() -> None:

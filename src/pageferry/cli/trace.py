@@ -49,7 +49,7 @@ async def whole_trace(client: Client, trace_id: str) -> TracesData:
 
 
 def show(data: TracesData, out: TextIO) -> None:
-    """Print the waterfall, cut to the terminal's width where it is one."""
+    """Print the waterfall, as wide as the terminal where it is one."""
     width = shutil.get_terminal_size().columns if out.isatty() else None
     head, *lines = waterfall.render(data, max_width=width)
     print(f"trace {trace_id_of(data)}: {head}", *lines, sep="\n", file=out)

@@ -1,5 +1,6 @@
 """A trace as a waterfall of text: one line a span, with its service, duration, bar and key attributes."""
 
+import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -7,6 +8,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, Status, TracesData
 
 BAR_WIDTH = 32
+_LEAST_BAR_WIDTH = 8
+_WIDTH_BETWEEN = 15  # of the duration, and of the gaps between columns
 _ROOT = "pageferry.request"
 _PACKAGE = "pageferry.v1."
 # Attributes shown beside the bar, in this order, each with its name there; `--json` has them all.
@@ -87,7 +90,10 @@ def is_whole(data: TracesData) -> bool:
 
 
 def render(data: TracesData, *, max_width: int | None = None) -> list[str]:
-    """The waterfall's lines. Bars share one time axis; where hosts' clocks differ they may stand apart."""
+    """The waterfall's lines. Bars share one time axis; where hosts' clocks differ they may stand apart.
+
+    In `max_width` columns bars are shorter, and attributes that don't fit beside them stand below.
+    """
     rows = [row for root in trees(data) for row in root.walk()]
     if not rows:
         return ["the trace has no spans"]
@@ -96,12 +102,14 @@ def render(data: TracesData, *, max_width: int | None = None) -> list[str]:
     names = ["  " * depth + _title(node) for depth, node in rows]
     name_width = max(map(len, names))
     service_width = max(len(node.service) for _, node in rows)
+    room = BAR_WIDTH if max_width is None else max_width - name_width - service_width - _WIDTH_BETWEEN
+    bar_width = min(BAR_WIDTH, max(_LEAST_BAR_WIDTH, room))
     lines = [f"{len(rows)} {'span' if len(rows) == 1 else 'spans'}, {_duration(total / 1e6)}"]
-    for name, (_, node) in zip(names, rows, strict=True):
-        bar = _bar((node.start_ns - start) / total, (node.end_ns - start) / total)
+    for name, (depth, node) in zip(names, rows, strict=True):
+        bar = _bar((node.start_ns - start) / total, (node.end_ns - start) / total, bar_width)
         cells = f"{name:<{name_width}}  {node.service:<{service_width}}  {_duration(node.duration_ms):>9}  {bar}"
-        lines.append(f"{cells}  {_notes(node)}".rstrip())
-    return [line if max_width is None or len(line) <= max_width else line[: max_width - 1] + "…" for line in lines]
+        lines += _row(cells, _notes(node), "  " * (depth + 1), max_width)
+    return lines
 
 
 def as_json(data: TracesData) -> list[dict[str, object]]:
@@ -177,10 +185,20 @@ def _title(node: Node) -> str:
     return f"{name} ({node.kind})" if node.kind and node.parent_id and name != _ROOT else name
 
 
-def _bar(start: float, end: float) -> str:
-    first = min(int(start * BAR_WIDTH), BAR_WIDTH - 1)
-    length = max(1, round(end * BAR_WIDTH) - first)
-    return ("·" * first + "█" * length).ljust(BAR_WIDTH, "·")[:BAR_WIDTH]
+def _row(cells: str, notes: str, indent: str, max_width: int | None) -> list[str]:
+    line = f"{cells}  {notes}".rstrip()
+    if max_width is None or len(line) <= max_width:
+        return [line]
+    if len(cells) > max_width:
+        cells = cells[: max_width - 1] + "…"
+    below = textwrap.wrap(notes, max_width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return [cells, *below]
+
+
+def _bar(start: float, end: float, width: int) -> str:
+    first = min(int(start * width), width - 1)
+    length = max(1, round(end * width) - first)
+    return ("·" * first + "█" * length).ljust(width, "·")[:width]
 
 
 def _notes(node: Node) -> str:
