@@ -19,8 +19,10 @@ from pageferry.engine.load import Engine
 SCHEDULER = SchedulerConfig(chunk_tokens=32, local_chunk_tokens=32)
 FORMATS = (
     *("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym"),
-    *("fp8_e4m3:channel", "int8:channel", "int8:channel:asym", "int4:channel", "k=int8:channel,v=int4:asym"),
+    *("fp8_e4m3:channel", "int8:channel", "int8:channel:asym", "int4:channel", "int4:channel:asym"),
+    *("k=int8:channel,v=int4:asym", "k=fp16,v=int8:channel"),
 )
+WINDOWS = "0,2=window:37,sinks:4;1,3=full"
 Pages = dict[PageKey, bytes]
 
 
@@ -79,7 +81,7 @@ def worker(
     """With the engine to itself: whatever it does not write first is not a number."""
     for pool in (*engine.pages.pools, *engine.pages.tails):
         pool.memory.fill_(0xFF)
-    num_pages = engine.num_pages if pool_pages is None else [pool_pages]
+    num_pages = engine.num_pages if pool_pages is None else [pool_pages] * len(engine.num_pages)
     pools = PagePools(engine.layout, num_pages, engine.num_tails)
     return Worker(engine, pools, kind(SCHEDULER, pools, engine.layout))
 
@@ -134,7 +136,7 @@ def check_equal(engine: Engine, num_prompt: int) -> None:
     assert pages == pages_alone
 
 
-@pytest.mark.parametrize("cache_layers", ["", "0,2=window:37,sinks:4;1,3=full"], ids=["full", "windows"])
+@pytest.mark.parametrize("cache_layers", ["", WINDOWS], ids=["full", "windows"])
 @pytest.mark.parametrize(
     ("page_format", "num_prompt"),
     [*((text, num_prompt) for text in ("fp32", "int8", "int8:channel") for num_prompt in (15, 16, 17, 32, 100)),
@@ -156,9 +158,9 @@ def test_pages_and_tokens_of_the_real_model_are_equal(page_format: str, cache_la
 PENALISED = SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5)
 
 
-def generate_preempted(model: Path, sampling: SamplingParams, positions: set[int]) -> list[int]:
+def generate_preempted(engine: Engine, sampling: SamplingParams, positions: set[int]) -> list[int]:
     """80 tokens of a sequence that more urgent ones take the pages from at these positions."""
-    decoder = worker(load(model, "fp32"), DecodeScheduler, pool_pages=10)
+    decoder = worker(engine, DecodeScheduler, pool_pages=10)
     prompt = tuple(4 + (index * 29) % 300 for index in range(40))
     victim, tokens = Sequence(WorkItem("same", prompt, sampling, StopParams(max_tokens=80)), arrival=0.0), list[int]()
     decoder.scheduler.add(victim, 0.0)
@@ -178,8 +180,12 @@ def generate_preempted(model: Path, sampling: SamplingParams, positions: set[int
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), PENALISED], ids=["greedy", "with penalties"])
-def test_tokens_are_equal_whether_or_not_a_sequence_was_preempted(tiny_model: Path, sampling: SamplingParams) -> None:
-    assert generate_preempted(tiny_model, sampling, {40, 60}) == generate_preempted(tiny_model, sampling, set())
+@pytest.mark.parametrize(("page_format", "cache_layers"), [("fp32", ""), ("fp32", WINDOWS), ("int8:channel", WINDOWS)])
+def test_tokens_are_equal_whether_or_not_a_sequence_was_preempted(
+    tiny_model: Path, sampling: SamplingParams, page_format: str, cache_layers: str
+) -> None:
+    engine = load(tiny_model, page_format, cache_layers=cache_layers)
+    assert generate_preempted(engine, sampling, {40, 60}) == generate_preempted(engine, sampling, set())
 
 
 def test_a_prefix_in_use_outlives_a_flood_and_preemptions(tiny_model: Path) -> None:
@@ -210,9 +216,12 @@ def test_a_prefix_in_use_outlives_a_flood_and_preemptions(tiny_model: Path) -> N
     assert tokens == expected
 
 
-@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8"])
-def test_a_cached_prompt_has_the_same_first_token_and_logprobs(tiny_model: Path, page_format: str) -> None:
-    prefiller = worker(load(tiny_model, page_format), PrefillScheduler)
+@pytest.mark.parametrize("cache_layers", ["", WINDOWS], ids=["full", "windows"])
+@pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8", "int8:channel"])
+def test_a_cached_prompt_has_the_same_first_token_and_logprobs(
+    tiny_model: Path, page_format: str, cache_layers: str
+) -> None:
+    prefiller = worker(load(tiny_model, page_format, cache_layers=cache_layers), PrefillScheduler)
     prompt = tuple(4 + (index * 29) % 300 for index in range(80))
     samples, num_cached = [], []
     for num_prompt in (64, 64, 80, 80):
@@ -224,7 +233,8 @@ def test_a_cached_prompt_has_the_same_first_token_and_logprobs(tiny_model: Path,
             _, output = prefiller.step(sequence)
         samples.append(output.emitted[0].token)
         num_cached.append(sequence.num_cached)
-    assert num_cached == [0, 63, 64, 79]
+    # Scaled per channel, a full last page is computed anew as a whole.
+    assert num_cached == ([0, 48, 64, 64] if prefiller.engine.layout.format.has_tails else [0, 63, 64, 79])
     for cold, warm in (samples[:2], samples[2:]):
         assert [token_id for token_id, _ in warm.top] == [token_id for token_id, _ in cold.top]
         assert [value for _, value in warm.top] == pytest.approx([value for _, value in cold.top], abs=1e-4)
