@@ -13,7 +13,8 @@ SMOLLM2 = WORKER.pages[0]
 ODD = PageLayout(PageFormat.parse("int8"), page_size=5, num_layers=3, num_kv_heads=1, head_dim=9)
 LARGE = PageLayout(PageFormat.parse("bf16"), page_size=64, num_layers=7, num_kv_heads=8, head_dim=128)
 FORMATS = ["fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "int4:asym", "k=int8,v=int4:asym"]
-FORMATS += ["k=int4:asym,v=fp32", "k=bf16,v=int8", "k=fp8_e4m3,v=bf16", "k=int8:channel,v=int4:asym"]
+FORMATS += ["k=int4:asym,v=fp32", "k=bf16,v=int8", "k=fp8_e4m3,v=bf16"]
+FORMATS += ["int8:channel", "int4:channel:asym", "k=int8:channel,v=int4:asym"]
 LAYOUTS = [*(replace(SMOLLM2, format=PageFormat.parse(text)) for text in FORMATS), ODD, LARGE]
 
 
@@ -119,11 +120,15 @@ def test_a_difference_is_refused_with_both_values(other: CacheLayout, difference
     assert caught.value.reason == "LAYOUT_MISMATCH"
 
 
-@pytest.mark.parametrize("text", ["int4", "fp8_e4m3", "int8:asym", "k=int8,v=int4:asym", "fp32"])
-def test_a_quantised_format_is_refused_with_both_values(text: str) -> None:
+@pytest.mark.parametrize("ours", ["int8", "int8:channel", "int4:asym", "k=fp16,v=int8:channel", "k=fp8_e4m3,v=bf16"])
+@pytest.mark.parametrize("theirs", [*FORMATS, "int8:channel:asym", "k=fp16,v=int4:channel"])
+def test_a_quantised_format_is_refused_with_both_values(ours: str, theirs: str) -> None:
+    if theirs == ours:
+        worker(ours).check_ships_to(worker(theirs), ours="P", theirs="D")
+        return
     with pytest.raises(FailedPreconditionError) as caught:
-        WORKER.check_ships_to(worker(text), ours="P", theirs="D")
-    assert caught.value.message == f"page layouts differ: format int8 (P) and {text} (D)"
+        worker(ours).check_ships_to(worker(theirs), ours="P", theirs="D")
+    assert caught.value.message == f"page layouts differ: format {ours} (P) and {theirs} (D)"
 
 
 def test_plain_numbers_are_shipped_in_any_format_and_to_the_same_shape_only() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from cluster import Cluster, connected, generate, greedy, pageferry, wait_idle
+from cluster import Cluster, connected, generate, greedy, pageferry, running, wait_idle
 from traces import SPLIT_SPANS, one, orphans, wait_trace
 
 from pageferry.v1 import inference_pb2 as pb
@@ -44,6 +44,30 @@ async def test_a_long_transfer_says_how_much_of_it_is_hidden_behind_prefill(real
     assert 0 < tail_ms < in_flight_ms  # how much less is a matter of speed: bench/handoff.py
     assert attributes["pageferry.handoff.hidden"] == pytest.approx(1 - tail_ms / in_flight_ms)
     assert answer.finished.pages.hidden == pytest.approx(attributes["pageferry.handoff.hidden"], abs=0.01)
+
+
+async def shipped_bytes(page_format: str) -> int:
+    """Of one prompt's pages, as both ends of the push have it on the trace."""
+    options = ("--prefill", "1", "--decode", "1", "--model", "smollm2", "--pages", page_format)
+    with running(*options, settings={"router.local_prefill_tokens": "0"}, ready_s=180) as cluster:
+        async with connected(cluster) as stub:
+            answer = await generate(stub, greedy(SENTENCE * 20, 4))
+            assert answer.started is not None
+            spans = await wait_trace(stub, answer.started.trace_id, SPLIT_SPANS)
+    sent, received = (one(spans, "kv.push", kind).attributes for kind in ("CLIENT", "SERVER"))
+    assert sent["pageferry.handoff.format"] == received["pageferry.handoff.format"] == page_format
+    assert sent["pageferry.handoff.bytes"] == received["pageferry.handoff.bytes"]
+    num_bytes: int = sent["pageferry.handoff.bytes"]
+    return num_bytes
+
+
+@pytest.mark.slow
+async def test_quantised_pages_ship_a_half_and_less_than_a_third_of_the_bytes() -> None:
+    exact = await shipped_bytes("bf16")
+    shares = {page_format: await shipped_bytes(page_format) / exact for page_format in ("int8", "int4")}
+    print(exact, shares)
+    assert shares["int8"] <= 0.54
+    assert shares["int4"] <= 0.30
 
 
 @pytest.mark.slow

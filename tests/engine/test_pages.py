@@ -146,11 +146,22 @@ def test_what_does_not_fit_is_refused() -> None:
     assert pages.read(KEY, ONE, 0, 2) == whole
 
 
+@pytest.mark.parametrize("ours", ["fp32", "bf16", "fp16", "k=fp16,v=fp32"])
 @pytest.mark.parametrize("page_format", ALL_FORMATS, ids=str)
-def test_converted_pages_are_what_the_other_pool_would_have_stored(page_format: PageFormat) -> None:
-    source = filled(layout(PageFormat.parse("fp32"), num_layers=5), 6)
-    expected = filled(layout(page_format, num_layers=5), 6)
+def test_converted_pages_are_what_the_other_pool_would_have_stored(page_format: PageFormat, ours: str) -> None:
+    source = filled(layout(PageFormat.parse(ours), num_layers=5), 6)
+    expected = poisoned(layout(page_format, num_layers=5), 3)
+    for plain, layer in zip(source.layers, expected.layers, strict=True):
+        for held, side in ((plain.keys, layer.keys), (plain.values, layer.values)):
+            halves = held.payload.half()
+            side.store(
+                torch.arange(3), quantise((halves if page_format.has_tails else held.payload).float(), side.format)
+            )
+            if side.tails is not None:
+                side.tails[:3] = halves
     converted = source.converted(expected.layout)
+    if expected.layout == source.layout:
+        assert converted is source
     assert converted.layout == expected.layout
     for first, count in ((0, 5), (0, 2), (4, 1)):
         assert converted.read(KEY, ONE, first, count) == expected.read(KEY, ONE, first, count)

@@ -133,6 +133,24 @@ def test_tails_at_all_sizes(page_format: PageFormat, ends: list[int], dim: int, 
 
 
 @pytest.mark.parametrize("page_format", FORMATS, ids=str)
+def test_odd_channels_are_stored_as_torch_does(page_format: PageFormat) -> None:
+    """Of zeros, of one number, with one outlier, too small for fp16's scales, and nearly too large for them."""
+    rows = torch.randn(32, HEADS + 2 * KV_HEADS, 16, generator=torch.Generator().manual_seed(3))
+    rows[..., 0], rows[..., 1], rows[..., 2], rows[7, :, 3] = 0, 3.7, -3.7, 1e4
+    rows[..., 4], rows[..., 5], rows[..., 6] = rows[..., 4] * 1e-9, rows[..., 5] * 6e-6, rows[..., 6].sign() * 65504
+    for isa in ISAS:
+        mine, theirs = pool(page_format, 16), pool(page_format, 16)
+        rotate_append(kernels(isa), rows.clone(), unturned(32, 16), mine.layers[0], sequences([(0, 32)], [[3, 9]]))
+        if page_format.has_tails:
+            expect_tails(theirs.layers[0], rows[:, HEADS:], [3, 9], 0, 0, 32)
+        else:
+            at = torch.arange(32)
+            page = torch.tensor([3, 9])[at // 16]
+            append_pages(theirs.layers[0], rows[:, HEADS:-KV_HEADS], rows[:, -KV_HEADS:], page, at % 16)
+        assert_same_bytes(mine, theirs)
+
+
+@pytest.mark.parametrize("page_format", FORMATS, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e9, -1e9])
 def test_what_a_format_cannot_hold_is_stored_as_torch_does(page_format: PageFormat, bad: float) -> None:
     for isa in ISAS:

@@ -195,6 +195,26 @@ def test_a_sequence_of_nan_fails_alone(isa: Isa, page_format: PageFormat) -> Non
     assert torch.equal(after[[0, 2]], before[[0, 2]])
 
 
+@pytest.mark.parametrize(
+    "page_format", [f for f in FORMATS if f.k.element.is_scaled and f.v.element.is_scaled], ids=str
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
+@pytest.mark.parametrize("column", [2, 3], ids=["keys", "values"])
+@each_isa
+def test_a_token_that_no_scale_can_hold_fails_its_sequence(
+    isa: Isa, page_format: PageFormat, bad: float, column: int
+) -> None:
+    """Read from pages, and from the tail of the last one."""
+    tested = case([(0, 41), (0, 41)], page_format, heads=Heads(2, 1, 16))
+    for position in (5, 33):
+        before = tested.rows[1].clone()
+        tested.rows[1][position, column, 3] = bad
+        result = tested.run(isa)
+        tested.rows[1] = before
+        assert not result[: 41 + position].isnan().any()
+        assert result[41 + position :].isnan().any(dim=(1, 2)).all()
+
+
 @pytest.mark.parametrize("page_format", ["int8", "int8:channel"])
 @each_isa
 def test_what_fp16_cannot_hold_fails_in_a_tail(isa: Isa, page_format: str) -> None:

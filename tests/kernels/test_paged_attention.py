@@ -34,18 +34,19 @@ class Case:
     dim: int = 8
     page_size: int = 16
     chunk_tokens: int = 1000  # in which what comes before the batch is written
+    heads: tuple[int, int] = (GROUP * KV_HEADS, KV_HEADS)  # of queries, and stored
     chunks: list[Chunk] = field(default_factory=list)
     histories: list[History] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         torch.manual_seed(len(self.shapes))
-        of = layout(self.page_format, heads=KV_HEADS, dim=self.dim, page_size=self.page_size, groups=(self.group,))
+        of = layout(self.page_format, heads=self.heads[1], dim=self.dim, page_size=self.page_size, groups=(self.group,))
         self.builder, self.pages = BatchBuilder(of), poisoned(of, 200)
-        self.query = torch.randn(sum(count for _, count in self.shapes), GROUP * KV_HEADS, self.dim)
+        self.query = torch.randn(sum(count for _, count in self.shapes), self.heads[0], self.dim)
         free = torch.randperm(200).tolist()
         for i, (start, count) in enumerate(self.shapes):
             length = start + count
-            keys, values = torch.randn(2, length, KV_HEADS, self.dim)
+            keys, values = torch.randn(2, length, self.heads[1], self.dim)
             work = WorkItem("x", (0,) * length, SamplingParams(), StopParams(max_tokens=1))
             table = [PageId(free.pop()) for _ in range(-(-length // self.page_size) + 1)]  # one page of headroom
             target = Sequence(work, 0.0, tables=[table], tail=PageId(7 - i))
@@ -124,6 +125,13 @@ def test_odd_heads_and_pages(page_format: PageFormat, dim: int, page_size: int) 
         Case(page_format, [(0, 4), (12, 1), (14, 1), (17, 23), (44, 1)], group, dim, page_size).check()
 
 
+@pytest.mark.parametrize("page_format", ["int8", "k=int4:channel,v=fp8_e4m3"])
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1), (7, 7)])
+def test_groupings_of_heads(page_format: str, heads: tuple[int, int]) -> None:
+    for group in (FULL, SINKS):
+        Case(PageFormat.parse(page_format), SHAPES["chunks and decode together"], group, heads=heads).check()
+
+
 @pytest.mark.parametrize("page_format", ["bf16", "int4:channel"])
 @pytest.mark.parametrize("sinks", [0, 1, 4, 16, 17, 40])
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 64])
@@ -166,6 +174,22 @@ def test_a_sequence_of_nan_fails_alone(page_format: PageFormat) -> None:
     after = tested.run()
     assert after[1].isnan().all()
     assert torch.equal(after[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize(
+    "page_format", [f for f in FORMATS if f.k.element.is_scaled and f.v.element.is_scaled], ids=str
+)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e9])
+def test_a_token_that_no_scale_can_hold_fails_its_sequence(page_format: PageFormat, bad: float, side: str) -> None:
+    tested = Case(page_format, [(40, 1), (40, 1), (45, 1)])
+    good = tested.run()
+    getattr(tested.histories[1], side)[5, :, 3] = bad
+    tested._write([Chunk(tested.chunks[1].sequence, 0, 40, samples=False)], [1])
+    tested._write(tested.chunks, [0, 1, 2])
+    result = tested.run()
+    assert result[1].isnan().all()
+    assert torch.equal(result[[0, 2]], good[[0, 2]])
 
 
 @pytest.mark.parametrize("page_format", TAIL_FORMATS, ids=str)

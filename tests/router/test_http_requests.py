@@ -77,6 +77,8 @@ def test_an_empty_list_of_ids_is_left_to_the_frontend() -> None:
         ({"tools": [{}]}, "tools", "tools is not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"cache_salt": "another tenant's"}, "cache_salt", "not supported"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"temprature": 1}, "temprature", "did you mean temperature?"),
         ({"xyz": None}, "xyz", "not a field of /v1/chat/completions"),

@@ -33,7 +33,7 @@ def check(text: str, part: int = 0, index: int = 0, value: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "k=bf16,v=int4:asym"]
+    "text", ["fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int4", "k=bf16,v=int4:asym", "int4:channel:asym"]
 )
 def test_good_pages_pass(text: str) -> None:
     check(text)
@@ -46,7 +46,8 @@ def test_any_finite_positive_scale_passes(value: float) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0, 0.0, -0.0])
 @pytest.mark.parametrize(
-    ("text", "in_layer"), [("int8", 16), ("fp8_e4m3", 16), ("int4:asym", 16), ("k=int4,v=bf16", 8)]
+    ("text", "in_layer"),
+    [("int8", 16), ("fp8_e4m3", 16), ("int4:asym", 16), ("k=int4,v=bf16", 8), ("int8:channel", 32)],
 )
 def test_a_scale_that_is_not_finite_and_positive_is_refused(text: str, in_layer: int, value: float) -> None:
     for index, layer in ((0, 2), (in_layer - 1, 2), (in_layer, 3), (3 * in_layer - 1, 4)):
