@@ -94,7 +94,7 @@ def test_every_format_and_size(page_format: PageFormat, dim: int, page_size: int
     check(page_format, vectors(ENDS[-1], dim), device, page_size=page_size)
 
 
-@pytest.mark.parametrize("page_format", QUICK, ids=str)
+@pytest.mark.parametrize("page_format", TAIL_FORMATS, ids=str)
 def test_the_edges_of_what_can_be_stored(page_format: PageFormat, device: str) -> None:
     """Channels of zeros, constants and one outlier, and what is too small for fp16."""
     x = torch.randn(2, 32, 2, 8)

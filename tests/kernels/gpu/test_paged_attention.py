@@ -44,6 +44,7 @@ class Case:
     window: int | None = None
     sinks: int = 0
     page_size: int = PAGE_SIZE
+    heads: tuple[int, int] = (HEADS, KV_HEADS)
     layer: LayerPages = field(init=False)
     tables: list[list[int]] = field(init=False)
     tokens: list[torch.Tensor] = field(init=False)  # [2, tokens, Hk, D] of each sequence
@@ -51,19 +52,19 @@ class Case:
 
     def __post_init__(self) -> None:
         group = CacheGroup((0, 1), self.window, self.sinks)
-        of = layout(self.format, heads=KV_HEADS, dim=self.dim, page_size=self.page_size, groups=(group,))
+        of = layout(self.format, heads=self.heads[1], dim=self.dim, page_size=self.page_size, groups=(group,))
         pages = poisoned(of, NUM_PAGES)
         free, self.tables, self.tokens = torch.randperm(NUM_PAGES).tolist(), [], []
         for tail, shape in enumerate(self.shapes):
-            self.tokens.append(torch.randn(2, sum(shape), KV_HEADS, self.dim) + 0.3)
+            self.tokens.append(torch.randn(2, sum(shape), self.heads[1], self.dim) + 0.3)
             # At times one page of headroom.
             self.tables.append([free.pop() for _ in range(sum(shape) // self.page_size + 1)])
             self.store(pages.layers[1], tail)
         self.layer = on_device(pages, self.device).layers[1]
-        rows = sum(count for _, count in self.shapes)
-        wide = torch.full((rows, HEADS + 1, self.dim + 1), float("nan"))
-        wide[:, :HEADS, : self.dim] = torch.randn(rows, HEADS, self.dim)
-        self.query = wide[:, :HEADS, : self.dim]
+        rows, num_heads = sum(count for _, count in self.shapes), self.heads[0]
+        wide = torch.full((rows, num_heads + 1, self.dim + 1), float("nan"))
+        wide[:, :num_heads, : self.dim] = torch.randn(rows, num_heads, self.dim)
+        self.query = wide[:, :num_heads, : self.dim]
 
     def store(self, layer: LayerPages, index: int) -> None:
         """A sequence's tokens, as they lie when attention begins."""
@@ -106,7 +107,7 @@ class Case:
         query, sequences, scale = self.query.to(self.device), self.sequences(), self.dim**-0.5
         if self.singles:
             return decode_attention(query, self.layer, sequences, scale, dtype=dtype).cpu()
-        chunks = Chunks.of([count for _, count in self.shapes], HEADS, self.layer, dtype)
+        chunks = Chunks.of([count for _, count in self.shapes], self.heads[0], self.layer, dtype)
         rows = [x[:, before:] for x, (before, _) in zip(self.tokens, self.shapes, strict=True)]
         keys, values = torch.cat(rows, 1).to(self.device)
         result = prefill_attention(query, self.layer, sequences, chunks, scale, new=(keys, values), dtype=dtype)
@@ -142,6 +143,30 @@ def supported(text: str, dtype: torch.dtype, device: str) -> bool:
 @pytest.mark.parametrize(("text", "window", "sinks"), QUICK)
 def test_attention(shapes: list[tuple[int, int]], text: str, window: int | None, sinks: int, device: str) -> None:
     check(Case(text, shapes, device, 8, window, sinks))
+
+
+@pytest.mark.parametrize("shapes", [[(40, 1), (20, 1)], [(9, 29)]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("text", FORMAT_TEXTS)
+def test_every_format_in_a_window(shapes: list[tuple[int, int]], text: str, device: str) -> None:
+    check(Case(text, shapes, device, 8, 21, 3))
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(18, 1), (19, 1), (20, 1), (60, 1)], [(0, 41), (19, 3)]], ids=["decode", "prefill"]
+)
+@pytest.mark.parametrize("sinks", [0, 17])
+def test_lengths_around_a_window_that_is_no_multiple_of_the_page(
+    shapes: list[tuple[int, int]], sinks: int, device: str
+) -> None:
+    """W - 1, W and W + 1, and beyond; a prompt that is longer than W, and rows on both sides of it."""
+    check(Case("int8", shapes, device, 8, 20, sinks))
+
+
+@pytest.mark.parametrize("shapes", [[(40, 1)], [(3, 12)]], ids=["decode", "prefill"])
+@pytest.mark.parametrize("heads", [(1, 1), (9, 3), (8, 1), (7, 7)])
+@pytest.mark.parametrize("text", ["int8", "k=int4:channel,v=fp8_e4m3"])
+def test_groupings_of_heads(shapes: list[tuple[int, int]], heads: tuple[int, int], text: str, device: str) -> None:
+    check(Case(text, shapes, device, heads=heads))
 
 
 @pytest.mark.parametrize("shapes", [DECODE, PREFILL], ids=["decode", "prefill"])
