@@ -20,7 +20,7 @@ def pools(page_format: PageFormat, dim: int, device: str) -> tuple[PageTensors, 
     return pages, on_device(pages, device)
 
 
-@pytest.mark.parametrize("page_format", (*FORMATS, *TAIL_FORMATS[:2]), ids=str)
+@pytest.mark.parametrize("page_format", (*FORMATS, *TAIL_FORMATS), ids=str)
 @pytest.mark.parametrize("dim", [2, 80])
 @pytest.mark.parametrize(("first_layer", "num_layers"), [(0, 3), (1, 1)])
 @pytest.mark.parametrize("count", [1, pytest.param(31, marks=pytest.mark.slow)])
@@ -33,7 +33,7 @@ def test_gather(page_format: PageFormat, dim: int, first_layer: int, num_layers:
         assert row.numpy().tobytes() == pages.pools[0].read(PageId(page), first_layer, num_layers)
 
 
-@pytest.mark.parametrize("page_format", (*FORMATS, *TAIL_FORMATS[:2]), ids=str)
+@pytest.mark.parametrize("page_format", (*FORMATS, *TAIL_FORMATS), ids=str)
 @pytest.mark.parametrize("count", [31])
 def test_scatter(page_format: PageFormat, count: int, device: str) -> None:
     pages, source = pools(page_format, 80, device)
