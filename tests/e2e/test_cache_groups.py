@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 from cluster import Cluster, connected, generate, greedy, running, wait_idle
 from traces import SPLIT_SPANS, one, wait_trace
 
 from pageferry.core.groups import parse_groups
 from pageferry.runtime.convert import layout_from_proto
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.types_pb2 import FINISH_REASON_LENGTH
 
 PAGES = "k=int8:channel,v=int4:asym"
 LAYERS = "0,2=window:37,sinks:4;1,3=full"
@@ -49,6 +52,21 @@ async def test_the_push_carries_what_is_live_and_says_so(grouped: Cluster) -> No
         assert [pool.group if pool.HasField("group") else None for pool in pools] == [0, 1, None]
         assert pools[1].pages_total == 256
         assert sum(pool.pages_total for pool in pools) == worker.load.pages_total
+
+
+async def test_the_context_s_end_is_the_answer_s_and_nothing_is_shifted(grouped: Cluster) -> None:
+    """Quantised keys are turned to their positions once: no token can move to another."""
+    async with connected(grouped) as stub:
+        limit = (await stub.ListModels(pb.ListModelsRequest())).models[0].max_model_tokens
+        unlimited = greedy(prompt(limit - 20), 1)
+        unlimited.stop.ClearField("max_tokens")
+        answer = await generate(stub, unlimited)
+        assert answer.finished is not None
+        assert answer.finished.reason == FINISH_REASON_LENGTH
+        assert answer.usage.prompt_tokens + answer.usage.completion_tokens == limit
+        with pytest.raises(grpc.aio.AioRpcError, match=rf"max_tokens is 21, together {limit + 1}; the model takes"):
+            await generate(stub, greedy(prompt(limit - 20), 21))
+        await wait_idle(stub, timeout_s=5)
 
 
 async def test_requests_that_share_end_or_are_left_give_every_page_and_tail_back(grouped: Cluster) -> None:
