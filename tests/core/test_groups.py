@@ -83,3 +83,4 @@ def test_what_is_handed_over_is_enough_to_go_on_or_to_compute_the_last_page_anew
         for start in range(last * B, num_tokens + 1):
             assert at_end >= {page for page in group.live_pages(start, num_tokens, B) if page <= last}
         assert last in at_end
+        assert len(at_end) <= group.most_live(num_tokens, 1, B)

@@ -79,7 +79,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fits(self, one: Sequence) -> bool:
         """Whether each pool is large enough for the sequence alone."""
         num_positions, num_chunk = self.most_positions(one)
-        num_chunk = max(num_chunk, PAGE_SIZE)
         pairs = zip(self.layout.groups, self.driver.pools.groups, strict=True)
         return all(group.most_live(num_positions, num_chunk, PAGE_SIZE) <= pool.num_pages for group, pool in pairs)
 

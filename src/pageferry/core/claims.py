@@ -41,7 +41,7 @@ class Claims:
         self._groups = layout.groups
         self._page_size = layout.page_size
         self._full = [number for number, group in enumerate(layout.groups) if group.window is None]
-        self._chunk_tokens = max(chunk_tokens, layout.page_size)  # a last page may be computed anew, from its start
+        self._chunk_tokens = chunk_tokens
         self._promised: dict[Sequence, Counts] = {}
         self._num_promised = [0] * len(layout.groups)
 

@@ -52,7 +52,9 @@ class CacheGroup:
         return self.live_pages((num_tokens - 1) // page_size * page_size, num_tokens, page_size)
 
     def most_live(self, num_tokens: int, chunk_tokens: int, page_size: int) -> int:
-        """Most pages that a sequence of so many tokens holds at once, computed in chunks of at most `chunk_tokens`."""
+        """Most pages that a sequence of so many tokens holds at once, computed in chunks of at most `chunk_tokens`, or
+        received: what `live_at_end` gives begins with a page, and so is no more than for one token at its end.
+        """
         num_pages = -(-num_tokens // page_size)
         if self.window is None:
             return num_pages
