@@ -26,7 +26,7 @@ from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.decode_svc.desk import Places
 from pageferry.decode_svc.step import ChunkDone, Completed, DecodeStep, Event, Failed, HandoffEnded
 from pageferry.runtime.receive import FrameKey
-from pageferry.runtime.reports import LoadReport
+from pageferry.v1.inference_pb2 import WorkerLoad
 
 B = LAYOUT.page_size
 LEASE_S = 2.0
@@ -195,7 +195,7 @@ def test_a_cancel_in_any_state_frees_everything_within_a_step(state: str, num_pr
         assert not bench.is_idle()  # a copy may be in flight
         bench.desk.close(1, GONE)
     assert bench.is_idle()
-    assert not [event for event in bench.run() if not isinstance(event, LoadReport)]
+    assert not [event for event in bench.run() if not isinstance(event, WorkerLoad)]
 
 
 def test_pages_of_a_broken_push_return_when_its_copies_have_ended() -> None:
@@ -250,7 +250,7 @@ def test_a_silent_sender_loses_its_lease_by_time_alone() -> None:
     bench.clock.advance(LEASE_S - 0.5)
     bench.desk.receive(1, (), bench.clock())
     bench.clock.advance(LEASE_S - 0.1)
-    assert not [event for event in bench.run(1) if not isinstance(event, LoadReport)]
+    assert not [event for event in bench.run(1) if not isinstance(event, WorkerLoad)]
     assert bench.step.next_wakeup(bench.clock()) == pytest.approx(0.1)
     bench.clock.advance(0.1)
     events = bench.run(1)

@@ -13,7 +13,8 @@ from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.prefill_svc.step import ChunkDone, Drawn, Event, Failed, PrefillStep
-from pageferry.runtime.reports import CacheReport, LoadReport
+from pageferry.runtime.reports import CacheReport
+from pageferry.v1.inference_pb2 import WorkerLoad
 
 B = LAYOUT.page_size
 
@@ -198,13 +199,13 @@ def test_refusals_leave_nothing_behind() -> None:
 
 def test_reports_come_when_something_changed_and_twice_a_second() -> None:
     bench = Bench()
-    assert [type(event) for event in bench.step.step(bench.clock())] == [LoadReport]
+    assert [type(event) for event in bench.step.step(bench.clock())] == [WorkerLoad]
     assert bench.step.step(bench.clock()) == []
     assert bench.step.next_wakeup(bench.clock()) == pytest.approx(0.5)
     bench.add("r", range(2 * B), None)
     assert bench.step.next_wakeup(bench.clock()) == 0
     events = bench.run(1)
-    (load,) = (event.load for event in events if isinstance(event, LoadReport))
+    (load,) = (event for event in events if isinstance(event, WorkerLoad))
     assert (load.pages_cached, load.prefill_tokens, load.generated_tokens) == (2, 2 * B, 1)
     assert load.prefill_tokens_per_s == pytest.approx(2 * B / 0.1)
     (cache,) = (event for event in events if isinstance(event, CacheReport))

@@ -10,10 +10,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, InvalidArgumentError, UnavailableError
+from pageferry.prefill_svc.__main__ import PrefillMain
 from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.metrics import WorkerMetrics
+from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.work_calls import loading
+from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.runtime.worker_process import WorkerParts, advertised_host, in_background, serve_worker
+from pageferry.v1.inference_pb2 import WorkerLoad
 from pageferry.v1.worker_pb2 import DrainRequest, Snapshot, WatchRequest, WatchResponse
 from pageferry.v1.worker_pb2_grpc import WorkerServiceStub
 
@@ -111,6 +116,17 @@ async def test_it_listens_while_it_loads_then_serves_then_drains() -> None:
         process.stop.set()
         assert await process.task == 0
     assert process.main.closed
+
+
+async def test_a_watcher_is_told_nothing_before_the_engine_has_told_its_load() -> None:
+    main = PrefillMain()
+    main._publisher = Publisher(
+        WorkerHub(b"i" * 16, main.snapshot, lambda grace_s: asyncio.sleep(0, 0)), WorkerMetrics()
+    )
+    with pytest.raises(UnavailableError, match="is loading"):
+        await anext(main._publisher.hub.Watch(WatchRequest(), None))
+    main._publisher.publish(WorkerLoad(running=1))
+    assert (await anext(main._publisher.hub.Watch(WatchRequest(), None))).snapshot.load.running == 1
 
 
 async def test_told_to_stop_while_loading_it_stops_at_once() -> None:

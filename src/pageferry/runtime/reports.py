@@ -1,7 +1,7 @@
 """What a worker tells its watchers: made on the engine's thread, published on the event loop."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pageferry.core.load import ReportTimer, Smoothed
 from pageferry.core.pool import PagePool
@@ -13,13 +13,6 @@ from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
-    """The load now."""
-
-    load: WorkerLoad
-
-
-@dataclass(frozen=True, slots=True)
 class CacheReport:
     """Hashes that entered and left the prefix cache since the last report."""
 
@@ -27,7 +20,7 @@ class CacheReport:
     removed: tuple[bytes, ...]
 
 
-Report = LoadReport | CacheReport
+Report = WorkerLoad | CacheReport
 
 
 class Reporter:
@@ -62,7 +55,7 @@ class Reporter:
         """The reports that are due."""
         if not self._timer.take(now):
             return []
-        reports: list[Report] = [LoadReport(self.load())]
+        reports: list[Report] = [self.load()]
         stored, removed = self._pools.take_cache_events()
         if stored or removed:
             reports.append(CacheReport(tuple(stored), tuple(removed)))
@@ -100,16 +93,14 @@ def _pool_loads(pools: PagePools, num_promised: Sequence[int]) -> list[PoolLoad]
 
 @dataclass(slots=True)
 class Publisher:
-    """Passes reports on, on the event loop, and keeps the last load for snapshots."""
+    """Passes reports on, on the event loop."""
 
     hub: WorkerHub
     metrics: WorkerMetrics
-    load: WorkerLoad = field(default_factory=WorkerLoad)
 
     def publish(self, report: Report) -> None:
-        if isinstance(report, LoadReport):
-            self.load = report.load
-            self.hub.publish_load(report.load)
-            self.metrics.set_load(report.load)
+        if isinstance(report, WorkerLoad):
+            self.hub.publish_load(report)
+            self.metrics.set_load(report)
         else:
             self.hub.publish_cache(report.stored, report.removed)

@@ -50,7 +50,7 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
         self._drain = drain
         self._watchers: set[_Watcher] = set()
         self._cached: dict[bytes, None] = {}
-        self._load: inference_pb2.WorkerLoad | None = None
+        self.load: inference_pb2.WorkerLoad | None = None  # the newest
         self._draining = False
 
     @property
@@ -59,7 +59,7 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
 
     def publish_load(self, load: inference_pb2.WorkerLoad) -> None:
         """Call as often as the load changes; watchers get the newest at most every 20 ms."""
-        self._load = load
+        self.load = load
         for watcher in self._watchers:
             watcher.load = load
             watcher.ready.set()
@@ -124,7 +124,7 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
             if loop.time() < next_load:
                 await _wait(watcher.ready, next_load)
                 continue
-            load, watcher.load, load_sent = watcher.load or self._load, None, loop.time()
+            load, watcher.load, load_sent = watcher.load or self.load, None, loop.time()
             if load is not None:
                 yield {"load": load}
 

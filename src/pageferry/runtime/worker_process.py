@@ -134,10 +134,10 @@ class WorkerMain(ABC, Generic[Worker]):
         return worker.engine
 
     def snapshot(self) -> Snapshot:
-        """All but the cached hashes. Raises UnavailableError until `load` is done."""
-        if self._publisher is None:
+        """All but the cached hashes. Raises UnavailableError until `load` is done and the engine has told its load."""
+        if self._publisher is None or self._publisher.hub.load is None:
             raise loading()
-        self._snapshot.load.CopyFrom(self._publisher.load)
+        self._snapshot.load.CopyFrom(self._publisher.hub.load)
         return self._snapshot
 
     async def close(self) -> None:
