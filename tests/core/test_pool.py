@@ -174,18 +174,6 @@ def test_a_hash_keeps_its_first_page_and_a_page_its_hash() -> None:
     assert (pool.num_cached, pool.num_free) == (1, 3)
 
 
-def test_only_a_page_of_one_owner_that_nobody_can_find_is_written() -> None:
-    pool = PagePool(4)
-    (page,) = allocate(pool, 1)
-    assert pool.is_writable(page)
-    pool.acquire([page])
-    assert not pool.is_writable(page)
-    release(pool, [page])
-    assert pool.is_writable(page)
-    pool.store(page, HASHES[0])
-    assert not pool.is_writable(page)
-
-
 def test_cache_events_are_net_of_one_another() -> None:
     pool = PagePool(2)
     pages = allocate(pool, 2)

@@ -122,7 +122,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(pick=PICKS)
     def write_or_copy(self, pick: int) -> None:
         owner, index = self.pick(pick)
-        if not self.pool.is_writable(owner.pages[index]):
+        page = owner.pages[index]
+        if self.pool.ref_count(page) > 1 or [page] in [self.pool.match([known]) for known in self.pool.cached_hashes()]:
             copy = self.pool.allocate(1)
             if copy is None:
                 return

@@ -16,7 +16,7 @@ def pools() -> PagePools:
 
 def test_figures_are_sums_and_a_tail_counts_once() -> None:
     both = pools()
-    assert (both.num_pages, both.num_free, both.num_available) == (10, 10, 10)
+    assert (both.num_pages, both.num_free, both.num_cached) == (10, 10, 0)
     window, full = both.groups
     assert both.tails is not None
     window.allocate(1)

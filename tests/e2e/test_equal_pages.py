@@ -72,7 +72,7 @@ class Worker:
 
     def check_idle(self) -> None:
         self.pools.check_integrity()
-        assert self.pools.num_available == self.pools.num_pages
+        assert self.pools.num_free + self.pools.num_cached == self.pools.num_pages
 
 
 def worker(

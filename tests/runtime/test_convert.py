@@ -163,11 +163,6 @@ def test_logprobs_that_are_not_wanted_are_left_out() -> None:
     assert not message.HasField("logprobs")
 
 
-@pytest.mark.parametrize("reason", [None, *FinishReason])
-def test_finish_reasons(reason: FinishReason | None) -> None:
-    assert convert.finish_from_proto(convert.finish_to_proto(reason)) is reason
-
-
-def test_a_finish_reason_of_a_later_version_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="finish_reason is 99"):
-        convert.finish_from_proto(99)
+def test_finish_reasons() -> None:
+    names = [pb.FinishReason.Name(convert.finish_to_proto(reason)) for reason in (None, *FinishReason)]
+    assert names == ["FINISH_REASON_UNSPECIFIED", "FINISH_REASON_STOP", "FINISH_REASON_LENGTH"]

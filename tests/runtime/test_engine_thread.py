@@ -177,27 +177,6 @@ async def test_stop_runs_the_commands_given_before_it() -> None:
     await engine.stop()
 
 
-async def test_progress_is_now_while_idle_and_stands_still_in_a_long_step() -> None:
-    clock = iter(range(1_000_000))
-    stepper, recorder = FakeStepper(), Recorder()
-    engine = EngineThread(stepper, recorder.deliver, name="engine", clock=lambda: float(next(clock)))
-    engine.start()
-    begun, release = threading.Event(), threading.Event()
-
-    def hold() -> str:
-        begun.set()
-        release.wait(5)
-        return "held"
-
-    assert engine.last_progress < engine.last_progress, "idle: as the clock goes"
-    await engine.call(lambda: stepper.add(hold))
-    begun.wait(5)
-    assert engine.last_progress == engine.last_progress, "stuck"
-    release.set()
-    await recorder.wait("held")
-    await engine.stop()
-
-
 async def test_a_timed_wakeup_steps_without_a_command() -> None:
     recorder = Recorder()
     stepper = FakeStepper()

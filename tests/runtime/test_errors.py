@@ -34,14 +34,12 @@ async def test_an_error_crosses_a_call_whole(kind: type[errors.PageferryError]) 
             reason="QUEUE_FULL",
             retry_after_ms=1250,
             violations=(errors.FieldViolation("sampling.top_p", "is 7"),),
-            metadata={"limit": "8"},
         )
 
     error = await raised_by(fail)
     assert type(error) is kind
     assert (error.message, error.reason, error.retry_after_ms) == ("queue is full: 8 of 8", "QUEUE_FULL", 1250)
     assert error.violations == (errors.FieldViolation("sampling.top_p", "is 7"),)
-    assert error.metadata == {"limit": "8"}
 
 
 @pytest.mark.parametrize("letter", ["x", "\n", "京"])

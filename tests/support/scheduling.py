@@ -130,7 +130,7 @@ class Driver:
         """Nothing waits or runs, and every page is free or cached."""
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.queued_prompt_tokens == 0
-        assert self.pools.num_available == self.pools.num_pages
+        assert self.pools.num_free + self.pools.num_cached == self.pools.num_pages
         claims = self.scheduler.tables.claims
         assert not claims._promised and not any(claims._num_promised)
         assert self.scheduler.next_wakeup(self.now) is None

@@ -30,14 +30,12 @@ class PageferryError(Exception):
         reason: str = "",
         retry_after_ms: int | None = None,
         violations: tuple[FieldViolation, ...] = (),
-        metadata: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.code
         self.retry_after_ms = retry_after_ms
         self.violations = violations
-        self.metadata = metadata or {}
 
 
 class InvalidArgumentError(PageferryError):

@@ -55,7 +55,6 @@ class GgufTensor:
 class GgufFile:
     metadata: dict[str, object]  # numbers, strings, bools, and lists of them
     tensors: dict[str, GgufTensor]
-    data_offset: int
 
 
 def parse_gguf(buffer: memoryview | mmap) -> GgufFile:
@@ -99,7 +98,7 @@ def _parse(cursor: "_Cursor") -> GgufFile:
                 f"the file has {len(cursor.view)}"
             )
         tensors[name] = tensor
-    return GgufFile(metadata, tensors, data_offset)
+    return GgufFile(metadata, tensors)
 
 
 def _tensor_entry(cursor: "_Cursor") -> tuple[str, tuple[int, ...], GgufType, int]:

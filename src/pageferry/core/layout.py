@@ -174,11 +174,6 @@ class CacheLayout:
     def num_layers(self) -> int:
         return sum(len(group.layers) for group in self.groups)
 
-    @property
-    def bytes_per_token(self) -> float:
-        """Of a token that every group holds, in full pages."""
-        return sum(layout.page_bytes for layout in self.pages) / self.page_size
-
     def of(self, place: PageKey | Place) -> PageLayout:
         """The layout of the page there; InvalidArgumentError where there is no such group, or no tails."""
         layouts = self.tails if place.is_tail else self.pages

@@ -66,10 +66,6 @@ class PagePool:
     def state(self, page: PageId) -> PageState:
         return self._states[page]
 
-    def is_writable(self, page: PageId) -> bool:
-        """Whether its one owner may write: else copy first, since others read it or may find it."""
-        return self._refs[page] == 1 and self._hashes[page] is None
-
     def allocate(self, num: int, *, reserved: bool = False) -> list[PageId] | None:
         """Take `num` pages, each with one reference, evicting the least recently used cached ones if it must.
 

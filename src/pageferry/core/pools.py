@@ -46,10 +46,6 @@ class PagePools:
     def num_resident(self) -> int:
         return sum(pool.num_resident for pool in self.all)
 
-    @property
-    def num_available(self) -> int:
-        return sum(pool.num_available for pool in self.all)
-
     def of(self, place: Place) -> PagePool:
         if not place.is_tail:
             return self.groups[place.group]

@@ -30,7 +30,6 @@ _SAMPLING_FIELDS: tuple[Any, ...] = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
-_REASONS_BACK: dict[int, FinishReason] = {value: key for key, value in _REASONS.items()}
 
 
 def format_from_proto(message: pb.PageLayout) -> PageFormat:
@@ -193,10 +192,3 @@ def token_from_proto(message: pb.GeneratedToken) -> tuple[int, SampledToken]:
 
 def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
     return _REASONS[reason] if reason else pb.FINISH_REASON_UNSPECIFIED
-
-
-def finish_from_proto(value: int) -> FinishReason | None:
-    """None for UNSPECIFIED, which says that the generation goes on."""
-    if value not in _REASONS_BACK and value != pb.FINISH_REASON_UNSPECIFIED:
-        raise invalid("finish_reason", value, "is none that this version knows")
-    return _REASONS_BACK.get(value)

@@ -63,8 +63,6 @@ class EngineThread(Generic[E]):
         self._commands: deque[_Command] = deque()
         self._stopping = False
         self._closed = False
-        self._waiting = True
-        self._progress = clock()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -74,11 +72,6 @@ class EngineThread(Generic[E]):
         self._ended = asyncio.Event()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._thread.start()
-
-    @property
-    def last_progress(self) -> float:
-        """When the thread last finished a step; now, while it waits for work."""
-        return self._clock() if self._waiting else self._progress
 
     def post(self, command: Callable[[], object]) -> None:
         """Run the command on the thread. UnavailableError after the thread's end."""
@@ -112,7 +105,6 @@ class EngineThread(Generic[E]):
         try:
             while self._run_commands():
                 events = self._stepper.step(self._clock())
-                self._progress = self._clock()
                 if events:
                     call_on_loop(self._loop, self._deliver, events)
                 self._wait(self._stepper.next_wakeup(self._clock()))
@@ -128,10 +120,7 @@ class EngineThread(Generic[E]):
         with self._wake:
             if self._commands or self._stopping or seconds == 0:
                 return
-            self._waiting = True
             self._wake.wait(seconds)
-            self._progress = self._clock()
-            self._waiting = False
 
     def _run_commands(self) -> bool:
         """False: the thread shall end."""

@@ -25,9 +25,7 @@ _BROKEN_STREAM = ("Stream removed", "RST_STREAM", "GOAWAY", "Socket closed", "Co
 
 def to_status(error: errors.PageferryError) -> Status:
     """The error with ErrorInfo, and with BadRequest and RetryInfo where it carries them."""
-    details: list[ErrorInfo | BadRequest | RetryInfo] = [
-        ErrorInfo(domain=DOMAIN, reason=error.reason, metadata=error.metadata)
-    ]
+    details: list[ErrorInfo | BadRequest | RetryInfo] = [ErrorInfo(domain=DOMAIN, reason=error.reason)]
     if error.violations:
         details.append(BadRequest())
         for violation in error.violations[:MAX_VIOLATIONS]:
@@ -67,7 +65,6 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.PageferryError:
         reason=info.reason if info else "",
         retry_after_ms=retry.retry_delay.ToMilliseconds() if retry else None,
         violations=tuple(errors.FieldViolation(violation.field, violation.description) for violation in violations),
-        metadata=dict(info.metadata) if info else None,
     )
 
 
