@@ -1,8 +1,8 @@
 """The receiving side of a hand-off: tickets, each the right to fill one sequence's pages, once."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from pageferry.core.errors import FailedPreconditionError, invalid
 from pageferry.core.handoff_tables import TICKET_TABLE, TicketEvent, TicketState, fire, refusal
@@ -13,6 +13,34 @@ TICKET_BYTES = 16
 MAX_REMEMBERED = 1024  # tickets that are over, kept so that a late peer hears why
 
 
+class Arrivals:
+    """Which layers of the pages to receive have come; `len` is the number of pages of which some have."""
+
+    def __init__(self, pages: Collection[PageKey], layout: CacheLayout) -> None:
+        self._pages = pages
+        self._layout = layout
+        self._layers: dict[PageKey, int] = {}  # bit set
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @property
+    def num_whole(self) -> int:
+        return sum(layers + 1 == 1 << self._layout.of(key).num_layers for key, layers in self._layers.items())
+
+    def add(self, key: PageKey, first_layer: int, num_layers: int) -> None:
+        """InvalidArgumentError, and nothing changed, for what is not to come, or has come before."""
+        if key not in self._pages:
+            raise invalid("frame.page_index", str(key), f"must be one of the {len(self._pages)} pages to receive")
+        num_all, layers = self._layout.of(key).num_layers, (first_layer, num_layers)
+        if num_layers < 1 or first_layer < 0 or first_layer + num_layers > num_all:
+            raise invalid("frame.first_layer, num_layers", layers, f"must be at least one layer of {num_all}")
+        bits = ((1 << num_layers) - 1) << first_layer
+        if self._layers.get(key, 0) & bits:
+            raise invalid("frame.first_layer, num_layers", layers, f"but some of these of {key} have come before")
+        self._layers[key] = self._layers.get(key, 0) | bits
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """The right to fill one sequence's pages, once. Changed by its table only, on the engine's thread."""
@@ -21,10 +49,10 @@ class Ticket:
     sequence: Sequence
     places: Mapping[PageKey, Place]  # the pages to receive
     covered_tokens: int  # that they and what is cached hold
+    arrived: Arrivals
     deadline: float | None
     expires_at: float | None
     state: TicketState = TicketState.RESERVED
-    arrived: dict[PageKey, int] = field(default_factory=dict)  # bit set of the page's layers
 
     def __str__(self) -> str:
         return f"ticket {self.id[:4].hex()}"  # it is a secret: never whole
@@ -68,7 +96,8 @@ class TicketTable:
         ends = {PageKey(group, last, is_tail) for group in range(len(self._layout.groups))}
         if not ends <= places.keys() or any(key.index > last or (key.is_tail and key not in ends) for key in places):
             raise AssertionError(f"{covered_tokens} tokens end with {sorted(ends)}, not with {sorted(places)}")
-        ticket = Ticket(ticket_id, sequence, dict(places), covered_tokens, deadline, deadline)
+        arrived = Arrivals(places.keys(), self._layout)
+        ticket = Ticket(ticket_id, sequence, dict(places), covered_tokens, arrived, deadline, deadline)
         self._live[ticket_id] = ticket
         return ticket
 
@@ -97,8 +126,7 @@ class TicketTable:
         InvalidArgumentError, and nothing changed, if it isn't one of the ticket's or has come before.
         """
         state = self._following(ticket, TicketEvent.FRAME, now)
-        self._check_frame(ticket, key, first_layer, num_layers)
-        ticket.arrived[key] = ticket.arrived.get(key, 0) | _layer_bits(first_layer, num_layers)
+        ticket.arrived.add(key, first_layer, num_layers)
         ticket.state = state
         self._renew_lease(ticket, now)
 
@@ -108,11 +136,8 @@ class TicketTable:
         if covered_tokens != ticket.covered_tokens:
             message = f"{ticket}: covered_tokens is {covered_tokens}, {ticket.covered_tokens} are expected"
             raise FailedPreconditionError(message, reason="COVERED_TOKENS_MISMATCH")
-        num_whole = sum(
-            layers == _layer_bits(0, self._layout.of(key).num_layers) for key, layers in ticket.arrived.items()
-        )
-        if num_whole != len(ticket.places):
-            message = f"{ticket}: {num_whole} of {len(ticket.places)} pages came whole"
+        if ticket.arrived.num_whole != len(ticket.places):
+            message = f"{ticket}: {ticket.arrived.num_whole} of {len(ticket.places)} pages came whole"
             raise FailedPreconditionError(message, reason="PAGES_MISSING")
         ticket.state = state
         ticket.expires_at = ticket.deadline
@@ -134,19 +159,6 @@ class TicketTable:
 
     def next_expiry(self) -> float | None:
         return min((ticket.expires_at for ticket in self._live.values() if ticket.expires_at is not None), default=None)
-
-    def _check_frame(self, ticket: Ticket, key: PageKey, first_layer: int, num_layers: int) -> None:
-        if key not in ticket.places:
-            name = (key.group, key.index, "tail" if key.is_tail else "page")
-            limit = f"must be one of the {len(ticket.places)} to receive"
-            raise invalid("frame.group, page_index, kind", name, limit)
-        num_all = self._layout.of(key).num_layers
-        if num_layers < 1 or first_layer < 0 or first_layer + num_layers > num_all:
-            limit = f"must be at least one layer of {num_all}"
-            raise invalid("frame.first_layer, num_layers", (first_layer, num_layers), limit)
-        if ticket.arrived.get(key, 0) & _layer_bits(first_layer, num_layers):
-            layers = f"{first_layer} to {first_layer + num_layers - 1}"
-            raise invalid("frame.page_index", key.index, f"but some of its layers {layers} have come before")
 
     def _following(self, ticket: Ticket, event: TicketEvent, now: float) -> TicketState:
         """The state after a peer's event; one whose time is up is refused even before `expire` has seen it."""
@@ -174,10 +186,6 @@ class TicketTable:
             f"{subject} is unknown to incarnation {self.incarnation.hex()}: it is over, or of an earlier incarnation",
             reason="UNKNOWN_TICKET",
         )
-
-
-def _layer_bits(first_layer: int, num_layers: int) -> int:
-    return ((1 << num_layers) - 1) << first_layer
 
 
 def _is_due(ticket: Ticket, now: float) -> bool:

@@ -10,6 +10,7 @@ import grpc
 from opentelemetry import trace
 
 from pageferry.core.errors import AbortedError, InvalidArgumentError, PageferryError, invalid
+from pageferry.core.handoff import Arrivals
 from pageferry.core.layout import CacheLayout, PageKey, PageSink, Place
 from pageferry.core.plan import SampledToken
 from pageferry.runtime.convert import layout_from_proto, token_from_proto
@@ -108,7 +109,7 @@ class _Receipt:
         self._executor = executor
         self._inbox: asyncio.Queue[page_pb2.PageFrame] = asyncio.Queue(MAX_UNCOPIED_FRAMES)
         self._copying: Future[int] | None = None
-        self._seen: set[tuple[PageKey, int]] = set()  # page, layer
+        self._arrived = Arrivals(grant.places, sink.layout)
         self._num_frames = 0
         self._num_bytes = 0
 
@@ -125,15 +126,11 @@ class _Receipt:
         except BaseExceptionGroup as group:
             raise _first(group) from None
         await self._desk.commit(self._grant, commit.covered_tokens, _first_token(commit))
-        await context.write(page_pb2.PushResponse(committed=page_pb2.Committed(pages=self._num_pages)))
-
-    @property
-    def _num_pages(self) -> int:
-        return len({page for page, _ in self._seen})
+        await context.write(page_pb2.PushResponse(committed=page_pb2.Committed(pages=len(self._arrived))))
 
     def describe(self, span: trace.Span) -> None:
         """Put the push's figures onto its span."""
-        describe_pages(span, self._sink.layout, self._num_pages, self._num_bytes)
+        describe_pages(span, self._sink.layout, len(self._arrived), self._num_bytes)
 
     def close(self, error: PageferryError | None) -> None:
         """Close the grant, as soon as no copy runs any more."""
@@ -182,18 +179,7 @@ class _Receipt:
     def _check(self, frame: page_pb2.PageFrame) -> FrameKey:
         """InvalidArgumentError for a frame that doesn't belong to the grant, or has come before."""
         page = page_key(frame)
-        if page not in self._grant.places:
-            raise invalid(
-                "frame.page_index", str(page), f"must be one of the {len(self._grant.places)} pages to receive"
-            )
-        num_layers = self._sink.layout.of(page).num_layers
-        if not 1 <= frame.num_layers <= num_layers - min(frame.first_layer, num_layers):
-            layers = (frame.first_layer, frame.num_layers)
-            raise invalid("frame.first_layer, num_layers", layers, f"must be at least one layer of {num_layers}")
-        layers_seen = {(page, frame.first_layer + layer) for layer in range(frame.num_layers)}
-        if layers_seen & self._seen:
-            raise invalid("frame.page_index", str(page), "but its layers have come before")
-        self._seen |= layers_seen
+        self._arrived.add(page, frame.first_layer, frame.num_layers)
         return FrameKey(page, frame.first_layer, frame.num_layers)
 
     def _write(self, frames: Sequence[page_pb2.PageFrame]) -> int:
