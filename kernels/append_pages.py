@@ -53,13 +53,13 @@ class SidePages:
         """[num_pages, Hk, B, D] fp32: all that is stored."""
         return dequantise(Stored(self.payload, self.scales, self.zeros), self.format)
 
-    def store(self, pages: Tensor, stored: Stored) -> None:
-        """Overwrite the whole of `pages` [n]."""
-        self.payload[pages] = stored.elements
+    def store(self, at: Tensor | tuple[Tensor | slice, ...], stored: Stored) -> None:
+        """Overwrite what lies there: pages [n], or (pages [n], all heads, slots [n])."""
+        self.payload[at] = stored.elements
         if self.scales is not None:
-            self.scales[pages] = stored.scales
+            self.scales[at] = stored.scales
         if self.zeros is not None:
-            self.zeros[pages] = stored.zeros
+            self.zeros[at] = stored.zeros
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,12 @@ def rotate_append(
 
 def append_pages(layer: LayerPages, keys: Tensor, values: Tensor, pages: Tensor, slots: Tensor) -> None:
     """Token i goes to slot `slots[i]` of page `pages[i]`; no two tokens share one."""
-    if layer.keys.format == layer.values.format:
-        both = quantise(torch.stack((keys.float(), values.float())), layer.keys.format)
-        stored = [Stored(*(None if part is None else part[i] for part in _parts(both))) for i in (0, 1)]
+    k, v = layer.keys, layer.values
+    if k.format == v.format:
+        both = quantise(torch.stack((keys.float(), values.float())), k.format)
+        parts = (both.elements, both.scales, both.zeros)
+        stored = [Stored(*(None if part is None else part[i] for part in parts)) for i in (0, 1)]
     else:
-        stored = [quantise(keys.float(), layer.keys.format), quantise(values.float(), layer.values.format)]
-    for side, new in zip((layer.keys, layer.values), stored, strict=True):
-        side.payload[pages, :, slots] = new.elements
-        if side.scales is not None:
-            side.scales[pages, :, slots] = new.scales
-        if side.zeros is not None:
-            side.zeros[pages, :, slots] = new.zeros
-
-
-def _parts(stored: Stored) -> tuple[Tensor | None, ...]:
-    return stored.elements, stored.scales, stored.zeros
+        stored = [quantise(keys.float(), k.format), quantise(values.float(), v.format)]
+    for side, new in zip((k, v), stored, strict=True):
+        side.store((pages, slice(None), slots), new)

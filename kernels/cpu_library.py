@@ -27,15 +27,13 @@ class Isa(IntEnum):
     AVX512 = 2
 
 
+def _of(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of one kind that follow one another."""
+    return [(name, kind) for name in names.split()]
+
+
 class Matrix(Structure):
-    _fields_ = (
-        ("blocks", c_void_p),
-        ("bias", c_void_p),
-        ("kind", c_int32),
-        ("rows", c_int32),
-        ("columns", c_int32),
-        ("reserved", c_int32),
-    )
+    _fields_ = (*_of(c_void_p, "blocks bias"), *_of(c_int32, "kind rows columns reserved"))
 
 
 class Projection(Structure):
@@ -44,27 +42,17 @@ class Projection(Structure):
 
 class Side(Structure):
     _fields_ = (
-        ("payload", c_void_p),
-        ("scales", c_void_p),
-        ("zeros", c_void_p),
-        ("tails", c_void_p),
+        *_of(c_void_p, "payload scales zeros tails"),
         ("row_bytes", c_int64),
-        ("element", c_int32),
-        ("is_per_channel", c_int32),
+        *_of(c_int32, "element is_per_channel"),
     )
 
 
 class Pages(Structure):
     _fields_ = (
         ("sides", Side * 2),
-        ("page_bytes", c_int64),
-        ("tail_bytes", c_int64),
-        ("page_size", c_int32),
-        ("num_kv_heads", c_int32),
-        ("head_dim", c_int32),
-        ("group", c_int32),
-        ("window", c_int32),
-        ("sinks", c_int32),
+        *_of(c_int64, "page_bytes tail_bytes"),
+        *_of(c_int32, "page_size num_kv_heads head_dim group window sinks"),
     )
 
 
@@ -74,83 +62,42 @@ class Tables(Structure):
 
 class Batch(Structure):
     _fields_ = (
-        ("positions", c_void_p),
-        ("row_starts", c_void_p),
+        *_of(c_void_p, "positions row_starts"),
         ("tables", POINTER(Tables)),
         ("tails", c_void_p),
-        ("num_rows", c_int32),
-        ("num_seqs", c_int32),
+        *_of(c_int32, "num_rows num_seqs"),
     )
 
 
 class Rotary(Structure):
-    _fields_ = (
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("eps", c_float),
-        ("reserved", c_int32),
-    )
+    _fields_ = (*_of(c_void_p, "cos sin q_norm k_norm"), ("eps", c_float), ("reserved", c_int32))
 
 
 class Attention(Structure):
-    _fields_ = (
-        ("query", c_void_p),
-        ("out", c_void_p),
-        ("query_stride", c_int64),
-        ("num_heads", c_int32),
-        ("scale", c_float),
-    )
+    _fields_ = (*_of(c_void_p, "query out"), ("query_stride", c_int64), ("num_heads", c_int32), ("scale", c_float))
 
 
 class Layer(Structure):
-    _fields_ = (
-        ("attention_norm", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("mlp_norm", c_void_p),
-        ("qkv", Projection),
-        ("output", Projection),
-        ("gate_up", Projection),
-        ("down", Projection),
-    )
+    _fields_ = (*_of(c_void_p, "attention_norm q_norm k_norm mlp_norm"), *_of(Projection, "qkv output gate_up down"))
 
 
 class Model(Structure):
     _fields_ = (
         ("layers", POINTER(Layer)),
-        ("norm", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
-        ("embedding", Matrix),
-        ("head", Matrix),
-        ("num_layers", c_int32),
-        ("hidden_size", c_int32),
-        ("intermediate_size", c_int32),
-        ("num_heads", c_int32),
+        *_of(c_void_p, "norm cos sin"),
+        *_of(Matrix, "embedding head"),
+        *_of(c_int32, "num_layers hidden_size intermediate_size num_heads"),
         ("eps", c_float),
         ("reserved", c_int32),
     )
 
 
 class Tokens(Structure):
-    _fields_ = (
-        ("ids", c_void_p),
-        ("sampled_rows", c_void_p),
-        ("logits", c_void_p),
-        ("num_sampled", c_int32),
-        ("reserved", c_int32),
-    )
+    _fields_ = (*_of(c_void_p, "ids sampled_rows logits"), *_of(c_int32, "num_sampled reserved"))
 
 
 class Pool(Structure):
-    _fields_ = (
-        ("layers", POINTER(Pages)),
-        ("first_layers", POINTER(c_int32)),
-        ("num_groups", c_int32),
-        ("reserved", c_int32),
-    )
+    _fields_ = (("layers", POINTER(Pages)), ("first_layers", POINTER(c_int32)), *_of(c_int32, "num_groups reserved"))
 
 
 _TEAM = (c_int32, c_int32)  # instruction set, threads
