@@ -29,14 +29,10 @@ class DecodeScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout) -> None:
         super().__init__(config, pools, layout, config.local_chunk_tokens)  # those that wait are in `waiting_order`
         self._prefill = LocalPrefill(config, self.tables)
-        self._running = SequenceQueue()  # by priority, arrival
+        self._running: SequenceQueue = SequenceQueue()  # by priority, arrival
         self._receiving: set[Sequence] = set()
         self._preempted: list[Sequence] = []  # since the last plan
         self._lacks_room = False  # whether the first that waits did, at the last step
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     @property
     def queued_prompt_tokens(self) -> int:

@@ -26,10 +26,6 @@ class PrefillScheduler(Scheduler):
         self._window_start = 0.0
 
     @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
     def queued_prompt_tokens(self) -> int:
         """Tokens still to compute, those that the prefix cache is expected to give left out."""
         return self._waiting_tokens + sum(sequence.num_remaining for sequence in self._running)
@@ -41,7 +37,7 @@ class PrefillScheduler(Scheduler):
         if not self._waiting:
             self._window_start = now
         sequence.num_cached = self.tables.claims.num_cached(sequence)  # what is expected; `take` sets what is found
-        self._waiting.add(sequence, self._order(sequence, self._num_expected(sequence)))
+        self._waiting.add(sequence, self._order(sequence))
         self._waiting_tokens += self._num_expected(sequence)
         self._deadlines.add(sequence)
         self._is_blocked = False
@@ -52,9 +48,9 @@ class PrefillScheduler(Scheduler):
             return None
         chunks: list[Chunk] = []
         budget, may_start = self._config.chunk_tokens, True
-        running = deque(sorted(self._running, key=lambda sequence: self._order(sequence, sequence.num_remaining)))
+        running = deque(sorted(self._running, key=self._order))
         while budget > 0:
-            if may_start and self._waiting and (not running or self._waiting.head_key < self._running_key(running[0])):
+            if may_start and self._waiting and (not running or self._waiting.head_key < self._order(running[0])):
                 sequence = self._waiting.head
                 may_start = self._start(sequence)
                 if not may_start:
@@ -63,13 +59,8 @@ class PrefillScheduler(Scheduler):
                 sequence = running.popleft()
             else:
                 break
-            chunk = prompt_chunk(
-                sequence,
-                budget,
-                self.tables,
-                is_first=not chunks,
-                final_tokens=self._config.final_chunk_tokens,
-            )
+            final = self._config.final_chunk_tokens
+            chunk = prompt_chunk(sequence, budget, self.tables, is_first=not chunks, final_tokens=final)
             if chunk is not None:
                 chunks.append(chunk)
                 budget -= chunk.num_tokens
@@ -95,11 +86,9 @@ class PrefillScheduler(Scheduler):
             return None
         return RETRY_S if self._is_blocked else max(0.0, self._window_left(now))
 
-    def _order(self, sequence: Sequence, num_remaining: int) -> Key:
+    def _order(self, sequence: Sequence) -> Key:
+        num_remaining = len(sequence.token_ids) - max(sequence.num_computed, sequence.num_cached)
         return prefill_order(sequence, num_remaining, self._config.ageing_tokens_per_s)
-
-    def _running_key(self, sequence: Sequence) -> Key:
-        return self._order(sequence, sequence.num_remaining)
 
     def _num_expected(self, sequence: Sequence) -> int:
         return len(sequence.token_ids) - sequence.num_cached

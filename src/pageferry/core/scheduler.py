@@ -1,7 +1,7 @@
 """What schedulers have in common, and what they do with chunks: their lengths, their plan, what a step has changed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import CacheLayout, Place
@@ -18,6 +18,8 @@ class Scheduler(ABC):
     `tables` has what is received or shipped of a sequence's pages. `chunk_tokens` are the most of a step.
     """
 
+    _running: Sized  # sequences, in an order of each kind's own
+
     def __init__(self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout, chunk_tokens: int) -> None:
         self._config = config
         self.tables = PageTables(pools, layout, prefix_cache=config.prefix_cache, chunk_tokens=chunk_tokens)
@@ -30,8 +32,8 @@ class Scheduler(ABC):
         return len(self._waiting)
 
     @property
-    @abstractmethod
-    def num_running(self) -> int: ...
+    def num_running(self) -> int:
+        return len(self._running)
 
     @property
     @abstractmethod
