@@ -373,7 +373,7 @@ async def test_frames_that_do_not_fit_are_refused(changes: dict[str, Any], messa
 async def test_a_frame_that_comes_twice_is_refused() -> None:
     async with ends(small_layout(), 2) as both:
         error = await send_raw(both, [frame(both, 0), frame(both, 0)])
-        assert "have come before" in str(error)
+        assert "frame.page_index is 'page 0 of group 0', but some of its layers 0 to 2 came before" in str(error)
 
 
 async def test_a_stream_that_ends_early_aborts_its_ticket() -> None:

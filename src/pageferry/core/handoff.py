@@ -32,12 +32,14 @@ class Arrivals:
         """InvalidArgumentError, and nothing changed, for what is not to come, or has come before."""
         if key not in self._pages:
             raise invalid("frame.page_index", str(key), f"must be one of the {len(self._pages)} pages to receive")
-        num_all, layers = self._layout.of(key).num_layers, (first_layer, num_layers)
+        num_all = self._layout.of(key).num_layers
         if num_layers < 1 or first_layer < 0 or first_layer + num_layers > num_all:
+            layers = (first_layer, num_layers)
             raise invalid("frame.first_layer, num_layers", layers, f"must be at least one layer of {num_all}")
         bits = ((1 << num_layers) - 1) << first_layer
         if self._layers.get(key, 0) & bits:
-            raise invalid("frame.first_layer, num_layers", layers, f"but some of these of {key} have come before")
+            last = first_layer + num_layers - 1
+            raise invalid("frame.page_index", str(key), f"but some of its layers {first_layer} to {last} came before")
         self._layers[key] = self._layers.get(key, 0) | bits
 
 
