@@ -14,7 +14,7 @@ from pageferry.core.handoff import TICKET_BYTES
 from pageferry.core.layout import Place
 from pageferry.core.limits import ModelLimits
 from pageferry.core.sender import HandoffStats
-from pageferry.core.sequence import Sequence, WorkItem
+from pageferry.core.sequence import Sequence
 from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
 from pageferry.prefill_svc.step import Drawn, Event, Failed, PrefillStep
 from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_to_proto, work_from_proto
@@ -77,7 +77,6 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         self._step = step
         self._limits = limits
         self._push_parts = push_parts
-        self._layout = push_parts.source.layout
         self._channels = channels
         self._shipments: set[asyncio.Task[None]] = set()
 
@@ -94,27 +93,16 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         with counted(self._publisher.metrics) as outcome:
             work = work_from_proto(request.work)
             self._limits.check(work)
-            target = request.target if request.HasField("target") else None
-            if target is not None:
-                self._check_target(target, work)
+            call = _Call(Sequence(work, self._clock(), deadline_of(context, self._clock)))
+            if request.HasField("target"):
+                self._prepare_shipment(call, request.target)
             with self._ids.claim(work.request_id):
-                call = self._call(work, target, context)
+                self._calls[call.sequence] = call  # before the engine knows of it, so that no event is lost
                 try:
                     drawn = await self._serve(call, context)
                     outcome.name = drawn.reason.value if drawn.reason is not None else "handed_over"
                 finally:
                     self._release(call)
-
-    def _call(self, work: WorkItem, target: HandoffTarget | None, context: Any) -> _Call:
-        call = _Call(Sequence(work, self._clock(), deadline_of(context, self._clock)))
-        if target is not None:
-            over = partial(self._take_outcome, call)
-            layout = layout_from_proto(target.layout)
-            parts = replace(self._push_parts, source=self._push_parts.source.converted(layout))
-            call.shipment = Shipment(self._channels, target, parts, self._give_back, over)
-            call.first_page, call.as_tails = target.cached_tokens // layout.page_size, layout.format.has_tails
-        self._calls[call.sequence] = call  # before the engine knows of it, so that no event is lost
-        return call
 
     async def _serve(self, call: _Call, context: Any) -> Drawn:
         sequence, metrics = call.sequence, self._publisher.metrics
@@ -180,18 +168,21 @@ class PrefillWorker(WorkCalls[_Call, Event]):
             self._log("handoff_broken", call.sequence, outcome)
         call.outcomes.put_nowait(outcome)
 
-    def _check_target(self, target: HandoffTarget, work: WorkItem) -> None:
+    def _prepare_shipment(self, call: _Call, target: HandoffTarget) -> None:
         """Raise InvalidArgumentError for what no decode worker sends, FailedPreconditionError for a layout not ours."""
         if len(target.ticket) != TICKET_BYTES:
             raise invalid("target.ticket", f"{len(target.ticket)} bytes", f"must be {TICKET_BYTES} bytes")
         if not target.kv_endpoint:
             raise invalid("target.kv_endpoint", target.kv_endpoint, "must be host:port")
         layout = layout_from_proto(target.layout)
-        self._layout.check_ships_to(layout, ours="prefill worker", theirs="decode worker")
-        num_tokens = len(work.prompt_ids) + len(work.output_ids)
-        if target.cached_tokens >= num_tokens or target.cached_tokens % self._layout.page_size:
-            limit = f"must be a multiple of {self._layout.page_size} below the {num_tokens} tokens"
+        source, num_tokens = self._push_parts.source, len(call.sequence.token_ids)
+        source.layout.check_ships_to(layout, ours="prefill worker", theirs="decode worker")
+        if target.cached_tokens >= num_tokens or target.cached_tokens % layout.page_size:
+            limit = f"must be a multiple of {layout.page_size} below the {num_tokens} tokens"
             raise invalid("target.cached_tokens", target.cached_tokens, limit)
+        parts, over = replace(self._push_parts, source=source.converted(layout)), partial(self._take_outcome, call)
+        call.shipment = Shipment(self._channels, target, parts, self._give_back, over)
+        call.first_page, call.as_tails = target.cached_tokens // layout.page_size, layout.format.has_tails
 
     def _first_token(self, call: _Call, drawn: Drawn) -> FirstToken:
         work = call.sequence.work
