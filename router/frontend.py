@@ -20,7 +20,7 @@ from pageferry.core.errors import (
     UnavailableError,
 )
 from pageferry.core.model_config import ModelConfig
-from pageferry.router.admission import Admission, Limits
+from pageferry.router.admission import Admission, Admitted, Limits
 from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Dispatcher, capacity_tokens
 from pageferry.router.fleet import Fleet
@@ -34,7 +34,7 @@ from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.trace_store import REQUEST_SPAN, TraceStore
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FinishReason
+from pageferry.v1.types_pb2 import FinishReason, Usage
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 
@@ -144,13 +144,7 @@ class Frontend:
             min_tokens=admitted.stop.min_tokens,
         )
         generation = Generation(self._serving, admitted, text, timeline, set_span_in_context(span))
-        started = pb.Started(
-            request_id=admitted.request_id,
-            trace_id=format_trace_id(span.get_span_context().trace_id),
-            model=self._model.name,
-            prompt_tokens=len(admitted.prompt_ids),
-            traceparent=inject_context(set_span_in_context(span)).get("traceparent", ""),
-        )
+        started = self._started(admitted, span)
         self._live[admitted.request_id] = generation
         self._idle.clear()
         try:
@@ -161,11 +155,22 @@ class Frontend:
             del self._live[admitted.request_id]
             if not self._live:
                 self._idle.set()
-            usage = generation.usage
-            describe_usage(span, usage)
-            self._telemetry.metrics.count_tokens(
-                prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
-            )
+            self._count(span, generation.usage)
+
+    def _started(self, admitted: Admitted, span: Span) -> pb.Started:
+        return pb.Started(
+            request_id=admitted.request_id,
+            trace_id=format_trace_id(span.get_span_context().trace_id),
+            model=self._model.name,
+            prompt_tokens=len(admitted.prompt_ids),
+            traceparent=inject_context(set_span_in_context(span)).get("traceparent", ""),
+        )
+
+    def _count(self, span: Span, usage: Usage) -> None:
+        describe_usage(span, usage)
+        self._telemetry.metrics.count_tokens(
+            prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
+        )
 
     def _end(self, span: Span, timeline: Timeline, outcome: FinishReason | PageferryError) -> None:
         now = time.monotonic()

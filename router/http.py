@@ -70,8 +70,21 @@ async def serve_http(
     """
     listener = _bind(host, port)
     on_bound(listener.getsockname()[1])
+    server = _Server(_uvicorn_config(app, grace_s))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        server.should_exit = True
+        await serving
+        listener.close()
+
+
+def _uvicorn_config(app: ASGIApp, grace_s: float) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
         http="h11",
         ws="none",
@@ -82,16 +95,6 @@ async def serve_http(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopping.cancel()
-        server.should_exit = True
-        await serving
-        listener.close()
 
 
 @dataclass(frozen=True, slots=True)

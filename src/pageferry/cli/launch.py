@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pageferry.cli.supervisor import ChildSpec
-from pageferry.core.config import Config
+from pageferry.core.config import Config, EngineConfig, ServerConfig
 from pageferry.core.errors import InvalidArgumentError, UnavailableError, invalid
 from pageferry.core.groups import parse_groups
 from pageferry.core.model_files import load_config_of, resolve_model
@@ -58,19 +58,11 @@ def plan(
     `devices` of "prefill" and of "decode" workers are separated by commas and go round; None: the configuration's.
     """
     roles = _roles(num_prefill, num_decode)
-    files = resolve_model(base.engine.model)
-    if base.engine.cache_layers:
-        model = load_config_of(files)
-        parse_groups(base.engine.cache_layers, model.num_layers, model.sliding_window)
-    server = base.server
-    with contextlib.ExitStack() as held:
-        # All are held open at once, so that none is chosen twice.
-        port = _hold(held, server.host, server.port, "--port")
-        http_port = _hold(held, server.host, server.http_port, "--http-port") if server.http_port else 0
-        ports = {role: _hold(held, _LOOPBACK, 0, role) for role in roles}
+    _check_model(base.engine)
+    server, ports = _ports(base.server, roles)
     router = replace(
         base,
-        server=replace(server, port=port, http_port=http_port),
+        server=server,
         router=replace(base.router, prefill=_addresses(ports, "prefill-"), decode=_addresses(ports, "decode-")),
         telemetry=replace(base.telemetry, metrics_port=0),
     )
@@ -87,6 +79,23 @@ def plan(
         for index, (role, worker_port) in enumerate(ports.items())
     }
     return replace(launch, workers=workers)
+
+
+def _check_model(engine: EngineConfig) -> None:
+    """Raise InvalidArgumentError where there is no such model, or it hasn't the layers that are named."""
+    files = resolve_model(engine.model)
+    if engine.cache_layers:
+        model = load_config_of(files)
+        parse_groups(engine.cache_layers, model.num_layers, model.sliding_window)
+
+
+def _ports(server: ServerConfig, roles: list[str]) -> tuple[ServerConfig, dict[str, int]]:
+    """Those of the router, in its settings, and those of the workers; all held open at once, so that they differ."""
+    with contextlib.ExitStack() as held:
+        port = _hold(held, server.host, server.port, "--port")
+        http_port = _hold(held, server.host, server.http_port, "--http-port") if server.http_port else 0
+        workers = {role: _hold(held, _LOOPBACK, 0, role) for role in roles}
+    return replace(server, port=port, http_port=http_port), workers
 
 
 def _roles(num_prefill: int, num_decode: int) -> list[str]:

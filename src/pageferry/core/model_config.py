@@ -67,10 +67,8 @@ class ModelConfig:
         cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, name: str
     ) -> "ModelConfig":
         """From a parsed `config.json` and, where there is one, `generation_config.json`."""
-        architecture = config.get("model_type")
-        if architecture not in HF_ARCHITECTURES:
-            raise invalid("config.json: model_type", architecture, f"supported are {', '.join(HF_ARCHITECTURES)}")
         fields = _Fields("config.json", config)
+        architecture = fields.one_of("model_type", HF_ARCHITECTURES)
         fields.refuse_unless("hidden_act", "silu")
         fields.refuse_unless("quantization_config", None)
         rope = _hf_rope(config)
@@ -84,12 +82,12 @@ class ModelConfig:
             num_layers=fields.whole("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=fields.whole("num_key_value_heads", num_heads),
-            head_dim=fields.whole("head_dim", 128 if architecture == "qwen3" else _divide(hidden_size, num_heads)),
+            head_dim=fields.whole("head_dim", 128 if architecture == "qwen3" else hidden_size // num_heads),
             intermediate_size=fields.whole("intermediate_size"),
             max_positions=fields.whole("max_position_embeddings"),
             norm_eps=fields.positive("rms_norm_eps", 1e-6),
             rope_theta=rope.positive("rope_theta", 10_000.0),
-            rope_scaling=_rope_scaling(rope, rope.values.get("rope_type", rope.values.get("type"))),
+            rope_scaling=_rope_scaling(rope),
             tied_embeddings=fields.flag("tie_word_embeddings"),
             attention_bias=has_bias and architecture != "mistral",
             o_bias=has_bias and architecture in ("llama", "qwen3"),
@@ -103,25 +101,19 @@ class ModelConfig:
     @classmethod
     def from_gguf(cls, file: GgufFile, name: str) -> "ModelConfig":
         """From a GGUF file's metadata, and from which tensors it has."""
-        architecture = file.metadata.get("general.architecture")
-        if architecture not in GGUF_ARCHITECTURES:
-            supported = ", ".join(GGUF_ARCHITECTURES)
-            raise invalid("model file: general.architecture", architecture, f"supported are {supported}")
-        prefix = f"{architecture}."
-        own = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
-        fields = _Fields("model file", own)
+        general = _Fields("model file", file.metadata)
+        architecture = general.one_of("general.architecture", GGUF_ARCHITECTURES)
+        fields = general.below(f"{architecture}.", "model file")
         fields.refuse_unless("expert_count", 0)
         hidden_size, num_heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
-        head_dim = fields.whole("attention.key_length", _divide(hidden_size, num_heads))
+        head_dim = fields.whole("attention.key_length", hidden_size // num_heads)
         fields.refuse_unless("attention.value_length", head_dim)
         fields.refuse_unless("rope.dimension_count", head_dim)
         if "token_embd.weight" not in file.tensors:
             raise InvalidArgumentError("model file has no tensor token_embd.weight", reason="MODEL_FILE_INVALID")
-        scaling = {"factor": own.get("rope.scaling.factor")}
-        scaling_type = own.get("rope.scaling.type")
         return cls(
             name=name,
-            architecture=str(architecture),
+            architecture=architecture,
             vocab_size=file.tensors["token_embd.weight"].shape[0],
             hidden_size=hidden_size,
             num_layers=fields.whole("block_count"),
@@ -132,14 +124,14 @@ class ModelConfig:
             max_positions=fields.whole("context_length"),
             norm_eps=fields.positive("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.positive("rope.freq_base", 10_000.0),
-            rope_scaling=_rope_scaling(_Fields("model file: rope.scaling", scaling), scaling_type),
+            rope_scaling=_rope_scaling(fields.below("rope.scaling.", "model file: rope.scaling")),
             tied_embeddings="output.weight" not in file.tensors,
             attention_bias="blk.0.attn_q.bias" in file.tensors,
             o_bias="blk.0.attn_output.bias" in file.tensors,
             mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
             qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
             sliding_window=fields.whole_or_none("attention.sliding_window") or None,
-            bos_id=_Fields("model file", file.metadata).whole_or_none("tokenizer.ggml.bos_token_id"),
+            bos_id=general.whole_or_none("tokenizer.ggml.bos_token_id"),
             eos_ids=_eos_ids(*(file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))),
         )
 
@@ -150,6 +142,17 @@ class _Fields:
     def __init__(self, source: str, values: Mapping[str, Any]) -> None:
         self.source = source
         self.values = values
+
+    def below(self, prefix: str, source: str) -> "_Fields":
+        """Those whose keys begin with the prefix, without it."""
+        values = {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
+        return _Fields(source, values)
+
+    def one_of(self, key: str, supported: tuple[str, ...]) -> str:
+        value = self.values.get(key)
+        if value not in supported:
+            raise invalid(f"{self.source}: {key}", value, f"supported are {', '.join(supported)}")
+        return str(value)
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
@@ -183,10 +186,6 @@ class _Fields:
             raise invalid(f"{self.source}: {key}", value, f"only {supported!r} is supported")
 
 
-def _divide(hidden_size: int, num_heads: int) -> int:
-    return hidden_size // num_heads
-
-
 def _eos_ids(*sources: object) -> tuple[int, ...]:
     """All ids that end a text, from values that are an id, a list of ids or None; the first source's come first."""
     found: dict[int, None] = {}
@@ -209,7 +208,8 @@ def _hf_rope(config: Mapping[str, Any]) -> _Fields:
     return rope
 
 
-def _rope_scaling(fields: _Fields, kind: object) -> RopeScaling | None:
+def _rope_scaling(fields: _Fields) -> RopeScaling | None:
+    kind = fields.values.get("rope_type", fields.values.get("type"))
     if kind in (None, "default", "none"):
         return None
     if kind == "linear":

@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -198,6 +198,13 @@ async def _serve(
     engine = await loading
     await server.set_serving(True)
     log("ready", host=config.server.host, port=port)
+    await _until_over(engine, stopping, drain)
+
+
+async def _until_over(
+    engine: EngineThread[Any], stopping: asyncio.Task[bool], drain: Callable[[float | None], Awaitable[int]]
+) -> None:
+    """Until it shall stop, then drain; raises what an engine failed with."""
     await asyncio.wait((engine.failed, stopping), return_when=asyncio.FIRST_COMPLETED)
     if engine.failed.done():
         failure = engine.failed.result()
