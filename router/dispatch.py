@@ -148,7 +148,7 @@ class Dispatcher:
 
     def _why_hopeless(self, ask: Ask) -> UnavailableError | None:
         demand = ask.demand
-        if demand.one_token and not demand.local_only and self._prefills(ask):
+        if demand.num_left == 1 and not demand.local_only and self._prefills(ask):
             return None
         reason = self._fleet.why_hopeless()
         return UnavailableError(reason, reason="NO_WORKER", retry_after_ms=RETRY_AFTER_MS) if reason else None

@@ -30,7 +30,7 @@ class Demand:
     """What a request needs. `num_tokens` is prompt plus tokens that were generated before a retry."""
 
     num_tokens: int
-    one_token: bool = False  # one more is all that is asked for
+    num_left: int  # most tokens still to generate
     local_only: bool = False  # no prefill worker can help any more
 
 
@@ -77,11 +77,11 @@ class DecodeState:
     def needed_pages(self, demand: Demand, headroom_pages: int) -> tuple[int, ...]:
         """Of each pool, in the order of `available_pages`."""
         page_size = self.layout.page_size
-        num_tokens = demand.num_tokens + headroom_pages * page_size
+        # A window is promised all that it can come to hold, of which cached pages spare it none.
+        num_positions = demand.num_tokens + demand.num_left - 1
+        of_full = self.layout.num_pages(demand.num_tokens) + headroom_pages - self.cached_tokens // page_size
         groups = [
-            # Cached pages spare a window none: all that it may hold at once is kept free for it.
-            group.most_live(num_tokens, self.chunk_tokens, page_size)
-            - (self.cached_tokens // page_size if group.window is None else 0)
+            of_full if group.window is None else group.most_live(num_positions, self.chunk_tokens, page_size)
             for group in self.layout.groups
         ]
         return (*groups, 1) if self.layout.format.has_tails else tuple(groups)
@@ -127,7 +127,7 @@ def choose(
     demand: Demand, prefills: Sequence[PrefillState], decodes: Sequence[DecodeState], settings: Settings
 ) -> Route | None:
     """The route, or None where the request had better wait for a change of load."""
-    if demand.one_token and prefills and not demand.local_only:
+    if demand.num_left == 1 and prefills and not demand.local_only:
         prefill = _best_prefill(demand, prefills)
         return _only(prefill, demand) if prefill is not None else None
     for decode in _by_load(demand, decodes, settings):

@@ -109,7 +109,7 @@ class Generation:
     def _demand(self, *, local_only: bool = False) -> Demand:
         num_left = self._admitted.stop.max_tokens - len(self._output_ids)
         num_tokens = len(self._admitted.prompt_ids) + len(self._output_ids)
-        return Demand(num_tokens, one_token=num_left == 1, local_only=local_only)
+        return Demand(num_tokens, num_left, local_only)
 
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens

@@ -27,7 +27,7 @@ D = DecodeState(
     tokens_per_s=0,
     cached_tokens=0,
 )
-PROMPT = Demand(400)
+PROMPT = Demand(400, 100)
 
 
 def places(route: Route | None) -> tuple[str | None, str | None] | None:
@@ -63,7 +63,8 @@ def test_each_pool_must_have_room_and_the_scarcest_counts() -> None:
     # Sinks: 1 page. The window with a chunk of 128 touches ⌈(63 + 127) / 16⌉ + 1 pages. Full: 25 and one of headroom.
     assert decode.needed_pages(PROMPT, headroom_pages=1) == (14, 26, 1)
     assert replace(decode, cached_tokens=320).needed_pages(PROMPT, headroom_pages=1) == (14, 6, 1)
-    assert decode.needed_pages(Demand(40), headroom_pages=1) == (4, 4, 1)
+    assert decode.needed_pages(Demand(40, 1), headroom_pages=1) == (3, 4, 1)
+    assert decode.needed_pages(Demand(40, 500), headroom_pages=1) == (14, 4, 1), "what it can come to hold"
     assert decode.has_room(PROMPT, headroom_pages=1)
     for available in ((13, 100, 8), (100, 25, 8), (100, 100, 0)):
         assert not replace(decode, available_pages=available).has_room(PROMPT, headroom_pages=1)
@@ -83,7 +84,7 @@ def test_a_cached_prefix_attracts_but_load_outweighs_a_short_one() -> None:
 @pytest.mark.parametrize(
     ("demand", "prefills", "decode", "reason"),
     [
-        (Demand(32), [P], D, "32 uncached tokens are at most 32"),
+        (Demand(32, 100), [P], D, "32 uncached tokens are at most 32"),
         (PROMPT, [P], replace(D, cached_tokens=384), "16 uncached tokens are at most 32"),
         (PROMPT, [], D, "no prefill worker is usable"),
         (PROMPT, [replace(P, layout=OTHER_LAYOUT)], D, "no prefill worker is usable"),
@@ -134,7 +135,7 @@ def test_a_prefill_worker_of_unknown_speed_is_given_work() -> None:
 
 
 def test_one_token_goes_to_a_prefill_worker_alone() -> None:
-    one = replace(PROMPT, one_token=True)
+    one = replace(PROMPT, num_left=1)
     route = choose(one, [P], [], SETTINGS)
     assert route is not None and (route.source, places(route)) == (Source.PREFILL_ONLY, ("p1", None))
     assert places(choose(one, [], [D], SETTINGS)) == (None, "d1")
@@ -144,9 +145,9 @@ def test_one_token_goes_to_a_prefill_worker_alone() -> None:
 def test_a_prefill_worker_gets_one_more_than_it_runs() -> None:
     waiting = replace(P, num_waiting=1, queued_tokens=300)
     assert choose(PROMPT, [waiting], [D], SETTINGS) is None
-    assert places(choose(Demand(100), [waiting], [D], SETTINGS)) == ("p1", "d1")  # two steps compute it all
+    assert places(choose(Demand(100, 100), [waiting], [D], SETTINGS)) == ("p1", "d1")  # two steps compute it all
     long_running = replace(P, num_waiting=0, queued_tokens=30_000)
-    assert places(choose(Demand(64), [long_running], [D], SETTINGS)) == ("p1", "d1")  # and goes first there
+    assert places(choose(Demand(64, 100), [long_running], [D], SETTINGS)) == ("p1", "d1")  # and goes first there
     assert choose(PROMPT, [replace(P, refuses=True)], [D], SETTINGS) is None
 
 
@@ -183,7 +184,7 @@ DECODES = st.lists(
     max_size=3,
     unique_by=lambda d: d.address,
 )
-DEMANDS = st.builds(Demand, st.integers(33, 600), one_token=st.booleans(), local_only=st.booleans())
+DEMANDS = st.builds(Demand, st.integers(33, 600), st.integers(1, 3), local_only=st.booleans())
 
 
 @given(DEMANDS, PREFILLS, DECODES)
