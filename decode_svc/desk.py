@@ -1,7 +1,6 @@
 """The tickets of hand-offs and the references that copies in flight hold: the engine thread's side, and the loop's."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence as ListLike
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,12 +147,12 @@ class EngineDesk:
             places = await self._engine.call(lambda: self._desk.open(grant, ticket, layout, self._clock()))
         finally:
             if places is None:  # refused, or cancelled while the engine opened it all the same
-                self._post(lambda: self._desk.close(grant, None))
+                self._engine.post(lambda: self._desk.close(grant, None))
         grant.places = places
         return grant
 
     def receive(self, grant: Grant, frames: ListLike[FrameKey]) -> None:
-        self._post(lambda: self._desk.receive(grant, frames, self._clock()))
+        self._engine.post(lambda: self._desk.receive(grant, frames, self._clock()))
 
     async def commit(self, grant: Grant, covered_tokens: int, first: tuple[int, SampledToken] | None) -> None:
         if first is not None and first[1].token_id >= self._vocab_size:
@@ -164,11 +163,7 @@ class EngineDesk:
     def close(self, grant: Grant, error: PageferryError | None) -> None:
         if error is not None:
             self._metrics.count_broken_handoff()
-        self._post(lambda: self._desk.close(grant, error))
-
-    def _post(self, command: Callable[[], object]) -> None:
-        with suppress(UnavailableError):  # after the thread's end there is nothing to give back to
-            self._engine.post(command)
+        self._engine.post(lambda: self._desk.close(grant, error))
 
 
 def _broken(error: PageferryError | None) -> UnavailableError:

@@ -135,7 +135,7 @@ class DecodeWorker(WorkCalls[_Call, Event]):
             call_on_loop(loop, self._record_end, call, self._step.abort(call.sequence, gone))
 
         if call.end is None:
-            self._post(abort)
+            self.engine.post(abort)
 
     def _count_tokens(self, call: _Call) -> None:
         if call.num_emitted == 0:

@@ -126,7 +126,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         del self._calls[call.sequence]
         if call.shipment is not None:
             call.shipment.cancel()
-        self._post(lambda: self._step.abort(call.sequence))
+        self.engine.post(lambda: self._step.abort(call.sequence))
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -200,7 +200,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
 
     def _give_back(self, places: ListLike[Place]) -> None:
         held = list(places)
-        self._post(lambda: self._step.release_pages(held))
+        self.engine.post(lambda: self._step.release_pages(held))
 
 
 def _shipped(stats: HandoffStats) -> Shipped:

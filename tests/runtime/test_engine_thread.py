@@ -143,8 +143,7 @@ async def test_a_step_that_raises_ends_the_thread_and_all_that_wait_for_it() -> 
     assert repr(await engine.failed) == "ValueError('broken')"
     with pytest.raises(UnavailableError, match="the engine has stopped"):
         await waiting
-    with pytest.raises(UnavailableError):
-        engine.post(lambda: None)
+    engine.post(lambda: None)  # changes nothing any more
     with pytest.raises(UnavailableError):
         await engine.call(lambda: None)
     await engine.stop()
@@ -172,9 +171,11 @@ async def test_stop_runs_the_commands_given_before_it() -> None:
     await engine.stop()
     assert ran == [1]
     assert not engine.failed.done()
+    engine.post(lambda: ran.append(2))
     with pytest.raises(UnavailableError):
-        engine.post(lambda: ran.append(2))
+        await engine.call(lambda: ran.append(3))
     await engine.stop()
+    assert ran == [1]
 
 
 async def test_a_timed_wakeup_steps_without_a_command() -> None:

@@ -74,8 +74,9 @@ class EngineThread(Generic[E]):
         self._thread.start()
 
     def post(self, command: Callable[[], object]) -> None:
-        """Run the command on the thread. UnavailableError after the thread's end."""
-        self._put(_Command(command, None))
+        """Run the command on the thread; after the thread's end there is nothing left to free or give back."""
+        with suppress(UnavailableError):
+            self._put(_Command(command, None))
 
     async def call(self, command: Callable[[], T]) -> T:
         """Run the command on the thread and return its result, or raise what it raised.

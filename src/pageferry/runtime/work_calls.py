@@ -3,7 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time_ns
 from typing import Any, Generic, TypeVar
@@ -69,10 +69,6 @@ class WorkCalls(ABC, Generic[Call, Event]):
     def _log(self, event: str, sequence: Sequence, error: PageferryError) -> None:
         request_id = sequence.work.request_id
         log(event, level="warning", request_id=request_id, reason=error.reason, message=error.message)
-
-    def _post(self, command: Callable[[], object]) -> None:
-        with suppress(UnavailableError):  # after the thread's end there is nothing to free or give back
-            self.engine.post(command)
 
 
 class LiveIds:
