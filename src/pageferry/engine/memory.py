@@ -87,9 +87,9 @@ def plan_memory(
     """
     pools = _Pools(layout, scheduler, config.max_positions)
     of_full = engine.num_pages or pools.largest(engine.kv_memory_mb * _MB)
-    smallest = 1 + scheduler.headroom_pages * any(group.window is None for group in layout.groups)
-    if engine.max_model_tokens:
-        smallest = max(smallest, *(pools.most_live(group, engine.max_model_tokens) for group in layout.groups))
+    headroom = scheduler.headroom_pages * any(group.window is None for group in layout.groups)
+    needed = (pools.most_live(group, engine.max_model_tokens) for group in layout.groups)  # 0 where it isn't set
+    smallest = max(1 + headroom, *needed)
     least_mb = math.ceil((pools.page_bytes(smallest) + pools.tail_bytes) / _MB)
     if of_full < smallest:
         per_page = sum(pages.page_bytes for pages in layout.pages)
@@ -105,9 +105,8 @@ def plan_memory(
         "rotary": context * config.head_dim * 4,
         "workspace": _workspace(config, scheduler, [pools.most_read(group, context) for group in layout.groups]),
         "pages": pools.page_bytes(of_full),
+        **({"tails": pools.tail_bytes} if layout.tails else {}),
     }
-    if layout.tails:
-        report["tails"] = pools.tail_bytes
     return MemoryPlan(num_pages, pools.num_tails, report | _totals(report, available, least_mb))
 
 
