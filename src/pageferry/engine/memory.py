@@ -42,8 +42,7 @@ class _Pools:
         return self.num_tails * sum(layout.page_bytes for layout in self.layout.tails)
 
     def most_live(self, group: CacheGroup, num_tokens: int) -> int:
-        # A last page may be computed anew, from its start.
-        chunk_tokens = max(self.scheduler.chunk_tokens, self.scheduler.local_chunk_tokens, self.layout.page_size)
+        chunk_tokens = max(self.scheduler.chunk_tokens, self.scheduler.local_chunk_tokens)
         return group.most_live(num_tokens, chunk_tokens, self.layout.page_size)
 
     def most_read(self, group: CacheGroup, num_tokens: int) -> int:
