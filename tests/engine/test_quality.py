@@ -125,29 +125,33 @@ def test_there_are_20_questions_whose_examples_keep_their_form() -> None:
     assert [len(text) > 4097 * 3 for text in texts().values()] == [True, True]
 
 
+# Measured (docs/page-formats.md): at 2,048 tokens NLL rises by 0.002, 0.008 and 0.32, and 90 % of forms are kept over
+# bf16, then 95, 85 and 65 %. An answer of 20 is 5 points, and four long ones differ by some 5 points by chance.
+LIMITS = {
+    "fp16": (0.002, 0.99, 0.15),
+    "int8": (0.01, 0.96, 0.15),
+    "k=int4:channel:asym,v=int4:asym": (0.03, 0.92, 0.2),
+    "int4": (0.45, 0.65, 0.4),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_int8_stays_near_bf16_in_what_the_model_predicts_and_writes(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "bench" / "quality.py"),
-        "--formats",
-        "int8",
-        "--cache-layers",
-        "--tokens",
-        "2048",
-    ]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    arguments = ["--threads", "1", "--contexts", "2048", "--json", str(tmp_path / "found.json")]
-    subprocess.run([*command, *arguments], env=environment, check=True)
-    subjects = json.loads((tmp_path / "found.json").read_text())["subjects"]
-    found = {subject["name"]: subject for subject in subjects}
-    for text in ("English", "code"):
-        scores = found["int8"]["scores"][text]["2048"]
-        assert scores["nll_change"] < 0.01
-        assert scores["top1"] > 0.96
-        assert max(found["int8"]["drift"][text]) < 0.05
-    int8, bf16 = (found[name]["outputs"] for name in ("int8", "bf16"))
-    assert int8["kept_forms"] >= bf16["kept_forms"] - 0.15  # three answers of 20
-    for length in ("1000", "2000"):
-        assert int8["repeated"][length] <= bf16["repeated"][length] + 0.15
+@pytest.mark.timeout(1200)
+def test_formats_keep_to_their_limits_in_what_is_predicted_and_written(tmp_path: Path) -> None:
+    script, found = ROOT / "bench" / "quality.py", tmp_path / "found.json"
+    options = ["--formats", *LIMITS, "--cache-layers", "--tokens", "2048", "--contexts", "2048", "--json", str(found)]
+    subprocess.run(
+        [sys.executable, str(script), *options], env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, check=True
+    )
+    subjects = {subject["name"]: subject for subject in json.loads(found.read_text())["subjects"]}
+    exact = subjects["bf16"]["outputs"]
+    assert exact["kept_forms"] >= 0.75
+    for name, (nll_change, top1, fewer_forms) in LIMITS.items():
+        for text in ("English", "code"):
+            scores = subjects[name]["scores"][text]["2048"]
+            assert scores["nll_change"] < nll_change, (name, text)
+            assert scores["top1"] > top1, (name, text)
+        outputs = subjects[name]["outputs"]
+        assert outputs["kept_forms"] >= exact["kept_forms"] - fewer_forms, name
+        for length in ("1000", "2000"):
+            assert outputs["repeated"][length] <= exact["repeated"][length] + 0.15, name
