@@ -1,4 +1,4 @@
-"""The linked folders are part of what is installed, and the CPU kernels where there is a compiler."""
+"""What is installed: the linked folders, and the CPU kernels where there is a compiler; and that benchmarks start."""
 
 import os
 import shutil
@@ -32,6 +32,15 @@ def build_wheel(tmp_path: Path, **environment: str) -> set[str]:
     subprocess.run(command, cwd=tree, check=True, timeout=100, env=os.environ | environment)
     (wheel,) = tmp_path.glob("*.whl")
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.parametrize("script", ["gpu", "handoff", "kernels_cpu", "kernels_report", "overhead", "quality"])
+def test_benchmarks_start_as_the_makefile_starts_them(script: str) -> None:
+    if script in ("gpu", "kernels_report"):
+        pytest.importorskip("triton", reason="Triton is not installed")
+    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(ROOT / "bench" / f"{script}.py"), "--help"]
+    assert b"usage" in subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def run(script: str, *arguments: str) -> Any:
     """What it prints, from JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT / "src")
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests" / "support")])
     command = [sys.executable, str(ROOT / script), *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
