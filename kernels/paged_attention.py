@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pageferry.core.formats import Element, PageFormat, TensorFormat
+from pageferry.core.formats import PageFormat, TensorFormat
+from pageferry.core.layout import TAIL_FORMAT
 from pageferry.kernels import cpu_library
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.cpu_library import CpuKernels, byref
@@ -172,7 +173,7 @@ class History:
     def _read(self, x: Tensor, side: TensorFormat) -> Tensor:
         if not self.format.has_tails:
             return dequantise(quantise(x.float(), side), side)
-        rounded = quantise(x.float(), TensorFormat(Element.FP16)).elements.float()
+        rounded = quantise(x.float(), TAIL_FORMAT.k).elements.float()
         num_pages = len(x) // self.page_size
         pages = rounded[: num_pages * self.page_size].view(num_pages, self.page_size, *x.shape[1:]).transpose(1, 2)
         stored = dequantise(quantise(pages, side), side).transpose(1, 2).reshape(-1, *x.shape[1:])

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pageferry.core.formats import Element, TensorFormat
+from pageferry.core.layout import TAIL_FORMAT
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.quantise import quantise
-
-_FP16 = TensorFormat(Element.FP16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def append_to_tails(layer: LayerPages, keys: Tensor, values: Tensor, targets: Ta
     opened = []
     for side, new in ((layer.keys, keys), (layer.values, values)):
         assert side.tails is not None
-        rows = quantise(new.float(), _FP16).elements
+        rows = quantise(new.float(), TAIL_FORMAT.k).elements
         before = side.tails.index_select(0, targets.tails)
         _, num_kv_heads, page_size, dim = before.shape
         tokens = torch.cat((before.transpose(1, 2).reshape(-1, num_kv_heads, dim), rows))

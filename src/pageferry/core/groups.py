@@ -4,8 +4,9 @@
 first 4. Each layer is named once. Layers of one policy are one group, with pages of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, groupby
 
 from pageferry.core.errors import InvalidArgumentError, invalid
 
@@ -38,12 +39,15 @@ class CacheGroup:
     def num_sink_pages(self, page_size: int) -> int:
         return -(-self.sinks // page_size)
 
-    def live_pages(self, start: int, end: int, page_size: int) -> Iterator[int]:
-        """Indices, ascending, of the pages that computing positions `start` to `end` reads or writes."""
+    def live_ranges(self, start: int, end: int, page_size: int) -> tuple[range, range]:
+        """Indices of the pages that computing positions `start` to `end` reads or writes: sinks, and those behind."""
         num_pages, first = -(-end // page_size), self.first_seen(start) // page_size
         num_sinks = min(self.num_sink_pages(page_size), first)
-        yield from range(min(num_sinks, num_pages))
-        yield from range(first, num_pages)
+        return range(min(num_sinks, num_pages)), range(first, num_pages)
+
+    def live_pages(self, start: int, end: int, page_size: int) -> Iterator[int]:
+        """The same indices, ascending."""
+        return chain(*self.live_ranges(start, end, page_size))
 
     def live_at_end(self, num_tokens: int, page_size: int) -> Iterator[int]:
         """Indices, ascending, of what is handed over of so many tokens: what whoever goes on, or computes the last page
@@ -134,11 +138,12 @@ def _bad_policy(text: str) -> InvalidArgumentError:
     return invalid("cache_layers", text, "must have full, window:W or window:W,sinks:S behind each =")
 
 
-def _layers_text(layers: "tuple[int, ...] | list[int]") -> str:
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
-        else:
-            runs.append([layer, layer])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+def layer_runs(layers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of neighbours."""
+    for _, run in groupby(enumerate(layers), key=lambda item: item[1] - item[0]):
+        members = [layer for _, layer in run]
+        yield members[0], members[-1]
+
+
+def _layers_text(layers: Iterable[int]) -> str:
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in layer_runs(layers))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from pageferry.kernels.gpu.paged_prefill import Chunks
 
 Numbers = NDArray[np.int32]
 _ALIGN = 4  # numbers; kernels are compiled for pointers to multiples of 16 bytes
-_WIDTH = 16  # pages by which tables grow
+TABLE_STEP = 16  # pages by which tables grow
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Upload:
 
     def __call__(self, arrays: ListLike[Numbers], into: Tensor | None = None) -> list[Tensor]:
         """Views of a new buffer, or of `into`, which earlier calls with arrays as long have given."""
-        lengths = [-(-array.size // _ALIGN) * _ALIGN for array in arrays]
+        lengths = _padded_lengths(arrays)
         size = sum(lengths)
         if len(self._host) < size:
             self._host = self._pinned(2 * size)
@@ -67,39 +68,46 @@ class Upload:
         for array, length in zip(arrays, lengths, strict=True):
             numbers[start : start + array.size] = array.reshape(-1)
             start += length
-        if into is None:
-            into = torch.empty(size, dtype=torch.int32, device=self._device)
+        into = self.buffer(arrays) if into is None else into
         into.copy_(self._host[:size], non_blocking=True)
         parts = into.split(lengths)
         return [part[: array.size].view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+    def buffer(self, arrays: ListLike[Numbers]) -> Tensor:
+        """Room on the device for arrays as long."""
+        return torch.empty(sum(_padded_lengths(arrays)), dtype=torch.int32, device=self._device)
 
     def _pinned(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
 
 
-@dataclass(frozen=True, slots=True)
+def _padded_lengths(arrays: ListLike[Numbers]) -> list[int]:
+    return [-(-array.size // _ALIGN) * _ALIGN for array in arrays]
+
+
+@dataclass(frozen=True)
 class HostBatch:
     """What of a batch decides how it is attended, as numpy has it."""
 
     layout: CacheLayout
     batch: Batch
 
-    @property
+    @cached_property
     def row_starts(self) -> Numbers:
         starts: Numbers = self.batch.sequences.row_starts.numpy()
         return starts
 
-    @property
+    @cached_property
     def counts(self) -> Numbers:
         return np.diff(self.row_starts)
 
-    @property
+    @cached_property
     def lengths(self) -> Numbers:
         """Of each sequence, the batch's tokens included."""
         lengths: Numbers = self.batch.sequences.positions.numpy()[self.row_starts[1:] - 1] + 1
         return lengths
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Pages of the longest sequence."""
         return int(self.lengths.max() + self.layout.page_size - 1) // self.layout.page_size
@@ -125,7 +133,7 @@ class HostBatch:
         positions = self.batch.sequences.positions.numpy()[rows]
         tails = self.batch.sequences.tails
         of_tails = np.zeros(len(members), np.int32) if tails is None else tails.numpy()[members]
-        width = -(-self.width // _WIDTH) * _WIDTH if width is None else width
+        width = -(-self.width // TABLE_STEP) * TABLE_STEP if width is None else width
         arrays = [np.pad(self.lengths[members], (0, more)), np.pad(of_tails, (0, more))]
         arrays.append(np.pad(positions % self.layout.page_size, (0, more)))
         of_row = np.repeat(np.arange(len(members)), sizes)

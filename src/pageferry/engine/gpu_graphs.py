@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pageferry.core.layout import CacheLayout
-from pageferry.engine.gpu_batch import DeviceBatch, HostBatch, Numbers, Upload, read_part
+from pageferry.engine.gpu_batch import TABLE_STEP, DeviceBatch, HostBatch, Numbers, Upload, read_part
 
 _SHORTEST = 1024  # tokens of the narrowest tables; each wider ones are of four times as many
 
@@ -39,7 +39,7 @@ class DecodeGraphs:
         for width in reversed(self.widths):
             for size in reversed(self.sizes):
                 arrays = padding(self._layout, size, width)
-                inputs = torch.empty(sum(-(-array.size // 4) * 4 for array in arrays), dtype=torch.int32, device=device)
+                inputs = self._upload.buffer(arrays)
                 batch = as_batch(self._upload(arrays, inputs), self._layout)
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
@@ -96,10 +96,10 @@ def batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def table_widths(max_positions: int, page_size: int) -> tuple[int, ...]:
-    """Pages, multiples of 16, of 1,024 tokens, 4,096 and so on, up to the longest sequence's."""
+    """Pages, multiples of TABLE_STEP, of 1,024 tokens, 4,096 and so on, up to the longest sequence's."""
     widths, tokens = [], min(_SHORTEST, max_positions)
     while True:
-        widths.append(-(-tokens // (16 * page_size)) * 16)
+        widths.append(-(-tokens // (TABLE_STEP * page_size)) * TABLE_STEP)
         if tokens == max_positions:
             return tuple(widths)
         tokens = min(4 * tokens, max_positions)

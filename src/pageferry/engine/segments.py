@@ -56,12 +56,12 @@ class SegmentBuilder:
 
     def _seen_pages(self, member: Member) -> NDArray[np.int64]:
         """Indices of the stored pages that any of the chunk's tokens sees."""
-        size = self.layout.page_size
-        first = self.group.first_seen(member.chunk.start) // size
-        num_sinks = min(self.group.num_sink_pages(size), first)
-        end = member.end // size if self.layout.tails else len(member.table)
-        seen = np.arange(first, end)
-        return np.concatenate((np.arange(min(num_sinks, end)), seen)) if num_sinks else seen
+        size, end = self.layout.page_size, member.end
+        if self.layout.tails:
+            end -= end % size
+        sinks, seen = self.group.live_ranges(member.chunk.start, end, size)
+        behind = np.arange(seen.start, seen.stop)
+        return np.concatenate((np.arange(sinks.stop), behind)) if sinks else behind
 
     def _grouped(self, singles: list[int], num_pages: list[int]) -> Iterable[list[int]]:
         """Sequences of like length together, so that padding adds at most half, in groups that fit the cache."""

@@ -1,12 +1,11 @@
 """Messages of the contract as the core's types, and back. Raises InvalidArgumentError where a message is wrong."""
 
-from collections.abc import Iterator, Mapping
-from itertools import groupby
+from collections.abc import Mapping
 from typing import Any
 
 from pageferry.core.errors import invalid
 from pageferry.core.formats import Element, Granularity, PageFormat, TensorFormat
-from pageferry.core.groups import CacheGroup, full_group
+from pageferry.core.groups import CacheGroup, full_group, layer_runs
 from pageferry.core.layout import CacheLayout
 from pageferry.core.plan import SampledToken
 from pageferry.core.sampling import SamplingParams, StopParams
@@ -87,13 +86,8 @@ def _group_from_proto(message: pb.CacheGroup, num_layers: int) -> CacheGroup:
 
 
 def _group_to_proto(group: CacheGroup) -> pb.CacheGroup:
-    return pb.CacheGroup(layers=_layer_ranges(group.layers), window=group.window, sinks=group.sinks)
-
-
-def _layer_ranges(layers: tuple[int, ...]) -> Iterator[pb.LayerRange]:
-    for _, run in groupby(enumerate(layers), key=lambda item: item[1] - item[0]):
-        members = [layer for _, layer in run]
-        yield pb.LayerRange(first_layer=members[0], num_layers=len(members))
+    layers = [pb.LayerRange(first_layer=first, num_layers=last - first + 1) for first, last in layer_runs(group.layers)]
+    return pb.CacheGroup(layers=layers, window=group.window, sinks=group.sinks)
 
 
 def layout_to_proto(layout: CacheLayout) -> pb.PageLayout:
