@@ -9,7 +9,7 @@ from pageferry.engine.gpu_batch import DeviceBatch, DeviceBatchBuilder, HostBatc
 from pageferry.engine.gpu_graphs import DecodeGraphs
 from pageferry.engine.gpu_weights import DeviceWeights
 from pageferry.engine.pages import PageTensors
-from pageferry.engine.weights import LayerWeights
+from pageferry.engine.weights import LayerWeights, Projection
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.gpu.append_pages import append_pages
 from pageferry.kernels.gpu.append_tails import append_tails
@@ -99,7 +99,12 @@ class DeviceModel:
         return self._weights.head(rms_norm(last, self._weights.norm, eps, dtype)).float()
 
     def _attention(
-        self, weights: LayerWeights, layer: LayerPages, batch: DeviceBatch, angles: tuple[Tensor, Tensor], x: Tensor
+        self,
+        weights: LayerWeights[Projection],
+        layer: LayerPages,
+        batch: DeviceBatch,
+        angles: tuple[Tensor, Tensor],
+        x: Tensor,
     ) -> Tensor:
         """[T, H * D] before the output projection, in the compute dtype."""
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads

@@ -12,14 +12,14 @@ from pageferry.core.model_config import ModelConfig
 from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.quantised_weights import merged_blocks
 from pageferry.engine.tensors import TensorFiles
-from pageferry.engine.weights import EMBEDDING, HEAD, NORM, LayerWeights, Projection, load_weights
+from pageferry.engine.weights import EMBEDDING, HEAD, NORM, LayerWeights, Projection, load_layers, load_weights
 from pageferry.kernels.gpu.linear import GroupedWeight, linear
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWeights:
     embedding: Callable[[Tensor], Tensor]  # token ids [T] to [T, hidden] fp32
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[Projection], ...]
     norm: Tensor
     head: Projection
 
@@ -70,9 +70,9 @@ def load_grouped(
     """Of a file whose matrices all are in groups; shapes were checked."""
     progress(f"copying {config.num_layers} layers to {device}")
     loader = _GroupedLoader(tensors, device)
-    layers = tuple(loader.layer(config, f"model.layers.{layer}.") for layer in range(config.num_layers))
-    embedding = loader.projection("", EMBEDDING)
-    head = embedding if config.tied_embeddings else loader.projection("", HEAD)
+    layers = load_layers(config, loader.norm, loader.projection, progress)
+    embedding = loader.projection(EMBEDDING)
+    head = embedding if config.tied_embeddings else loader.projection(HEAD)
     return DeviceWeights(embedding.rows, layers, loader.norm(NORM), head)
 
 
@@ -81,26 +81,13 @@ class _GroupedLoader:
     tensors: GgufTensors
     device: torch.device
 
-    def layer(self, config: ModelConfig, prefix: str) -> LayerWeights:
-        return LayerWeights(
-            attention_norm=self.norm(f"{prefix}input_layernorm.weight"),
-            qkv=self.projection(prefix, *(f"self_attn.{name}_proj.weight" for name in "qkv")),
-            q_norm=self.norm(f"{prefix}self_attn.q_norm.weight") if config.qk_norm else None,
-            k_norm=self.norm(f"{prefix}self_attn.k_norm.weight") if config.qk_norm else None,
-            output=self.projection(prefix, "self_attn.o_proj.weight"),
-            mlp_norm=self.norm(f"{prefix}post_attention_layernorm.weight"),
-            gate_up=self.projection(prefix, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            down=self.projection(prefix, "mlp.down_proj.weight"),
-        )
-
-    def projection(self, prefix: str, *names: str) -> GroupedLinear:
-        return GroupedLinear(tuple(self._part(*blocks) for blocks in merged_blocks(self.tensors, prefix, *names)))
+    def projection(self, *names: str) -> GroupedLinear:
+        return GroupedLinear(tuple(self._part(*blocks) for blocks in merged_blocks(self.tensors, *names)))
 
     def norm(self, name: str) -> Tensor:
         return self.tensors.load(name).to(self.device, torch.float32)
 
     def _part(self, blocks: object, kind: GgufType, bias: Tensor | None) -> tuple[GroupedWeight, Tensor | None]:
         data = torch.as_tensor(blocks).to(self.device)
-        return GroupedWeight.from_blocks(data.flatten(), kind, len(data)), None if bias is None else bias.to(
-            self.device
-        )
+        weight = GroupedWeight.from_blocks(data.flatten(), kind, len(data))
+        return weight, None if bias is None else bias.to(self.device)

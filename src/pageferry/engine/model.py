@@ -6,7 +6,7 @@ from torch import Tensor
 from pageferry.core.model_config import ModelConfig
 from pageferry.engine.batch import Batch
 from pageferry.engine.pages import PageTensors
-from pageferry.engine.weights import LayerWeights, Weights
+from pageferry.engine.weights import LayerWeights, Projection, Weights
 from pageferry.kernels.append_pages import LayerPages, RotaryTables, append_pages, rotate_append
 from pageferry.kernels.cpu_library import CpuKernels
 from pageferry.kernels.paged_attention import compiled_attention, paged_attention
@@ -57,7 +57,7 @@ class Model:
             return torch.empty((0, self._config.vocab_size))
         return self._weights.head(last.to(self._dtype)).float()
 
-    def _attention(self, weights: LayerWeights, layer: LayerPages, batch: Batch, x: Tensor) -> Tensor:
+    def _attention(self, weights: LayerWeights[Projection], layer: LayerPages, batch: Batch, x: Tensor) -> Tensor:
         """[T, H * D] before the output projection, in the compute dtype."""
         config = self._config
         heads = weights.qkv(x).view(len(x), config.num_heads + 2 * config.num_kv_heads, config.head_dim)
@@ -71,7 +71,9 @@ class Model:
             attended = compiled_attention(self._kernels, queries, layer, batch.sequences, config.head_dim**-0.5)
         return attended.reshape(len(x), -1).to(self._dtype)
 
-    def _attend_by_torch(self, weights: LayerWeights, layer: LayerPages, batch: Batch, heads: Tensor) -> Tensor:
+    def _attend_by_torch(
+        self, weights: LayerWeights[Projection], layer: LayerPages, batch: Batch, heads: Tensor
+    ) -> Tensor:
         config, places = self._config, batch.places[layer.group]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         turned = heads[:, : num_heads + num_kv_heads]

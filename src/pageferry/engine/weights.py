@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,22 +22,27 @@ class Projection(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+P = TypeVar("P", covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
+class LayerWeights(Generic[P]):
+    """Of one layer, with matrices as `P`: such as a `Projection`."""
+
     attention_norm: Tensor  # [hidden] fp32, as all norms
-    qkv: Projection  # to [(H + 2 Hk) D]: queries, keys, values
+    qkv: P  # to [(H + 2 Hk) D]: queries, keys, values
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
-    output: Projection
+    output: P
     mlp_norm: Tensor
-    gate_up: Projection  # to [2 * intermediate]: gate, up
-    down: Projection
+    gate_up: P  # to [2 * intermediate]: gate, up
+    down: P
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     embedding: Tensor  # [vocab, hidden] in the compute dtype
-    layers: tuple[LayerWeights, ...]
+    layers: tuple[LayerWeights[Projection], ...]
     norm: Tensor
     head: Projection
 
@@ -107,42 +112,63 @@ def load_weights(
     `linear` repacks a matrix and its bias, which are on the `device`.
     """
     check_shapes(expected_shapes(config), tensors.shapes)
+    loader = _Loader(tensors, dtype, linear, device)
+    layers = load_layers(config, loader.norm, loader.projection, progress)
+    embedding = tensors.load(EMBEDDING).to(device, dtype)
+    head = embedding if config.tied_embeddings else tensors.load(HEAD).to(device, dtype)
+    return Weights(embedding, layers, loader.norm(NORM), linear(head, None))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    tensors: TensorFiles
+    dtype: torch.dtype
+    repacked: Callable[[Tensor, Tensor | None], Projection]
+    device: torch.device | None
+
+    def projection(self, *names: str) -> Projection:
+        weights = [self.tensors.load(name) for name in names]
+        biases = [self.tensors.load(name) for name in map(bias_of, names) if name in self.tensors.shapes]
+        bias = torch.cat(biases).to(self.device, self.dtype) if biases else None
+        return self.repacked(torch.cat(weights).to(self.device, self.dtype), bias)
+
+    def norm(self, name: str) -> Tensor:
+        return self.tensors.load(name).to(self.device, torch.float32)
+
+
+def load_layers(
+    config: ModelConfig,
+    norm: Callable[[str], Tensor],
+    projection: Callable[..., P],
+    progress: Callable[[str], None],
+) -> tuple[LayerWeights[P], ...]:
+    """All layers: each tensor by `norm` of its name, or by `projection` of those whose results lie side by side."""
     layers = []
     for layer in range(config.num_layers):
         if layer and layer % 10 == 0:
             progress(f"loaded {layer} of {config.num_layers} layers")
-        layers.append(_LayerLoader(tensors, dtype, f"model.layers.{layer}.", linear, device).load(config))
-    embedding = tensors.load(EMBEDDING).to(device, dtype)
-    head = embedding if config.tied_embeddings else tensors.load(HEAD).to(device, dtype)
-    return Weights(embedding, tuple(layers), tensors.load(NORM).to(device, torch.float32), linear(head, None))
+        layers.append(_load_layer(config, f"model.layers.{layer}.", norm, projection))
+    return tuple(layers)
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerLoader:
-    tensors: TensorFiles
-    dtype: torch.dtype
-    prefix: str
-    repacked: Callable[[Tensor, Tensor | None], Projection]
-    device: torch.device | None
+def _load_layer(
+    config: ModelConfig, prefix: str, norm: Callable[[str], Tensor], projection: Callable[..., P]
+) -> LayerWeights[P]:
+    def named(*parts: str) -> list[str]:
+        return [f"{prefix}{part}.weight" for part in parts]
 
-    def load(self, config: ModelConfig) -> LayerWeights:
-        return LayerWeights(
-            attention_norm=self._norm("input_layernorm"),
-            qkv=self._linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            q_norm=self._norm("self_attn.q_norm") if config.qk_norm else None,
-            k_norm=self._norm("self_attn.k_norm") if config.qk_norm else None,
-            output=self._linear("self_attn.o_proj"),
-            mlp_norm=self._norm("post_attention_layernorm"),
-            gate_up=self._linear("mlp.gate_proj", "mlp.up_proj"),
-            down=self._linear("mlp.down_proj"),
-        )
+    return LayerWeights(
+        attention_norm=norm(*named("input_layernorm")),
+        qkv=projection(*named("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        q_norm=norm(*named("self_attn.q_norm")) if config.qk_norm else None,
+        k_norm=norm(*named("self_attn.k_norm")) if config.qk_norm else None,
+        output=projection(*named("self_attn.o_proj")),
+        mlp_norm=norm(*named("post_attention_layernorm")),
+        gate_up=projection(*named("mlp.gate_proj", "mlp.up_proj")),
+        down=projection(*named("mlp.down_proj")),
+    )
 
-    def _linear(self, *names: str) -> Projection:
-        weights = [self.tensors.load(f"{self.prefix}{name}.weight") for name in names]
-        there = [f"{self.prefix}{name}.bias" for name in names if f"{self.prefix}{name}.bias" in self.tensors.shapes]
-        biases = [self.tensors.load(name) for name in there]
-        bias = torch.cat(biases).to(self.device, self.dtype) if biases else None
-        return self.repacked(torch.cat(weights).to(self.device, self.dtype), bias)
 
-    def _norm(self, name: str) -> Tensor:
-        return self.tensors.load(f"{self.prefix}{name}.weight").to(self.device, torch.float32)
+def bias_of(name: str) -> str:
+    """The name of a matrix's bias."""
+    return name.removesuffix("weight") + "bias"
