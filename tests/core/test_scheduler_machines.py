@@ -30,6 +30,7 @@ class PrefillMachine(SchedulerMachine):
 
     def check_plan(self, plan: Plan) -> None:
         assert plan.num_tokens <= self.config.chunk_tokens
+        assert self.driver.scheduler.num_running <= self.config.max_prefills
         check_page_ends(plan, self.config.chunk_tokens)
 
     def check_complete(self, one: Sequence, tokens: list[int], expected: list[int]) -> None:

@@ -36,6 +36,7 @@ PROMPTS = st.builds(prompt, st.integers(1, 30) | st.sampled_from([8, 12, 16]), s
 CONFIGS = st.fixed_dictionaries(
     {
         "max_num_seqs": st.integers(1, 5),
+        "max_prefills": st.integers(1, 5),
         "max_waiting": st.integers(1, 6),
         "chunk_tokens": st.sampled_from([1, 3, 4, 10, 64]),
         "local_chunk_tokens": st.sampled_from([1, 3, 4, 10, 64]),

@@ -101,6 +101,7 @@ class EngineConfig:
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     max_num_seqs: int = 32  # sequences at once
+    max_prefills: int = 32  # prompts that a prefill worker computes at once, if max_num_seqs lets it
     max_waiting: int = 256  # sequences that wait; one more is refused
     chunk_tokens: int = 256  # most prompt tokens of one step on a prefill worker
     final_chunk_tokens: int = 64  # left for a long prompt's last chunk, so that few pages are shipped after it; 0: off
@@ -114,6 +115,7 @@ class SchedulerConfig:
         _check_ranges(
             self,
             max_num_seqs=(1, 4096),
+            max_prefills=(1, 4096),
             max_waiting=(0, math.inf),
             chunk_tokens=(1, math.inf),
             final_chunk_tokens=(0, math.inf),

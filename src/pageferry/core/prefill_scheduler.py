@@ -21,6 +21,7 @@ class PrefillScheduler(Scheduler):
 
     def __init__(self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout) -> None:
         super().__init__(config, pools, layout, config.chunk_tokens)
+        self._max_running = min(config.max_prefills, config.max_num_seqs)
         self._waiting_tokens = 0
         self._running: dict[Sequence, None] = {}
         self._window_start = 0.0
@@ -97,7 +98,7 @@ class PrefillScheduler(Scheduler):
         """Seconds for which a step is better put off, so that prompts that are about to come can share it."""
         could_join = (
             not self._running
-            and 0 < len(self._waiting) < min(self._config.max_num_seqs, self._config.max_waiting)
+            and 0 < len(self._waiting) < min(self._max_running, self._config.max_waiting)
             and self._waiting_tokens < self._config.chunk_tokens
             and self.tables.claims.has_more_room(self._waiting_tokens)
         )
@@ -105,7 +106,7 @@ class PrefillScheduler(Scheduler):
 
     def _start(self, sequence: Sequence) -> bool:
         """Move the sequence from waiting to running; False where a slot or pages are lacking."""
-        if len(self._running) >= self._config.max_num_seqs:
+        if len(self._running) >= self._max_running:
             return False
         claim = self.tables.claims.to_compute(sequence, len(sequence.token_ids))
         if self.tables.claims.is_lacking(claim):
