@@ -42,6 +42,7 @@ def test_the_sources_pass(tree: Path) -> None:
         ("engine", "pageferry.runtime"),
         ("runtime", "pageferry.engine"),
         ("client", "pageferry.router"),
+        ("router", "pageferry.loadgen"),
         ("router", "torch"),
         ("decode_svc", "pageferry.prefill_svc"),
         ("v1", "pageferry.core"),
