@@ -60,6 +60,7 @@ def result(label: str = "first", *, scale: float = 1.0, error: str | None = None
         requests=tuple(records),
         samples=tuple(samples),
         goodput_search=GoodputSearch(4.0, trials),
+        notes=(),
     )
 
 

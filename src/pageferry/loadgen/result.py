@@ -156,6 +156,7 @@ class Summary:
     itl_ms: Spread
     tpot_ms: Spread
     e2e_ms: Spread
+    send_lag_ms: Spread | None  # behind the schedule; None in a closed loop
     batch_size: BatchSize | None
     pages: Pages | None
     cpu: Cpu
@@ -189,6 +190,7 @@ class BenchResult:
     requests: tuple[Record, ...]
     samples: tuple[Sample, ...]
     goodput_search: GoodputSearch | None
+    notes: tuple[str, ...]  # sentences that a reader of the figures must know
 
     def to_json(self) -> str:
         """One line a field, so that a pager shows the summary of a long run."""

@@ -22,6 +22,7 @@ class Observed:
     batch_counts: Mapping[int, int] | None = None  # steps by how many sequences they ran
     pages_total: int | None = None
     gpu_memory_bytes_max: int | None = None
+    send_lags_ms: Sequence[float] | None = None  # by how much requests were sent late
 
 
 def summarise(
@@ -52,6 +53,7 @@ def summarise(
         itl_ms=spread([gap for record in completed for gap in record.gaps_ms]),
         tpot_ms=spread([tpot_ms(record) for record in completed if record.output_tokens > 1 and record.gaps_ms]),
         e2e_ms=spread([record.e2e_ms for record in completed]),
+        send_lag_ms=None if observed.send_lags_ms is None else spread(observed.send_lags_ms),
         batch_size=BatchSize.of(observed.batch_counts or {}),
         pages=_pages(samples, observed.pages_total),
         cpu=Cpu(busy or 0.0, observed.server_cpu_s, observed.client_cpu_s),
