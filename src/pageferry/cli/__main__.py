@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from pageferry import __version__
-from pageferry.cli import chat, demo, generate, status, trace, up
+from pageferry.cli import bench, chat, demo, generate, status, trace, up
 from pageferry.core.errors import PageferryError, UnavailableError
 
 _INTERRUPTED = 130
@@ -17,6 +17,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "chat": (chat.add_command, "ask in a conversation"),
     "status": (status.add_command, "show workers, pages and queues"),
     "trace": (trace.add_command, "show a request's way as a waterfall"),
+    "bench": (bench.add_command, "put load on a server, this one or another, and measure it"),
     "demo": (demo.add_command, "start three processes, ask one question, show its trace"),
 }
 
