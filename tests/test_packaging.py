@@ -51,7 +51,7 @@ def test_a_wheel_holds_every_module_and_the_kernels(tmp_path: Path) -> None:
     modules = {f"pageferry/{file.relative_to(package)}" for folder in folders for file in folder.glob("*.py")}
     assert len(modules) > 50
     assert modules <= packed
-    assert {"pageferry/py.typed", "pageferry/v1/types_pb2.pyi"} <= packed
+    assert {"pageferry/py.typed", "pageferry/v1/types_pb2.pyi", "pageferry/loadgen/page.html"} <= packed
     assert {"pageferry/kernels/_cpu.so", "pageferry/kernels/cpu/abi.h"} <= packed
 
 

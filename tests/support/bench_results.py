@@ -23,11 +23,12 @@ def record(
     *,
     ttft_ms: float | None = 100.0,
     gap_ms: float = 20.0,
+    length: int = 64,
     tokens: int = 4,
     error: str | None = None,
 ) -> Record:
     gaps_ms = (gap_ms,) * (tokens - 1)
-    return Record(start_s, ttft_ms, (ttft_ms or 0.0) + sum(gaps_ms), 64, tokens, 16, gaps_ms, error)
+    return Record(start_s, ttft_ms, (ttft_ms or 0.0) + sum(gaps_ms), length, tokens, 16, gaps_ms, error)
 
 
 def sample(t_s: float = 0.0, *, busy: float = 50.0, pages: int | None = 10) -> Sample:
@@ -39,13 +40,23 @@ def result(label: str = "first", *, scale: float = 1.0, error: str | None = None
     starts = [0.25 * index for index in range(12)]
     records = [
         record(
-            start, ttft_ms=scale * (80 + 15 * index), gap_ms=scale * (15 + index), error=error if index == 11 else None
+            start,
+            ttft_ms=scale * (80 + 15 * index),
+            gap_ms=scale * (15 + index),
+            length=64 + index,
+            error=error if index == 11 else None,
         )
         for index, start in enumerate(starts)
     ]
     samples = [sample(0.25 * index, busy=40 + 3 * index, pages=8 + index) for index in range(12)]
     observed = Observed(
-        wall_s=3.0, cores=2, client_cpu_s=0.1, server_cpu_s=2.5, batch_counts={1: 4, 2: 6, 4: 2}, pages_total=64
+        wall_s=3.0,
+        cores=2,
+        client_cpu_s=0.1,
+        server_cpu_s=2.5,
+        batch_counts={1: 4, 2: 6, 4: 2},
+        pages_total=64,
+        send_lags_ms=[0.0, 1.0],
     )
     trials = (Trial(2.0, 1.0, True), Trial(8.0, 0.5, False), Trial(4.0, 0.99, True))
     return BenchResult(
@@ -60,7 +71,7 @@ def result(label: str = "first", *, scale: float = 1.0, error: str | None = None
         requests=tuple(records),
         samples=tuple(samples),
         goodput_search=GoodputSearch(4.0, trials),
-        notes=(),
+        notes=("the client was busy",),
     )
 
 
@@ -68,4 +79,4 @@ def empty() -> BenchResult:
     """A run that got nothing at all: no request, no sample, nothing known of the server."""
     summary = summarise([], [], Observed(wall_s=0.0, cores=2, client_cpu_s=0.0))
     whole = result()
-    return dataclasses.replace(whole, summary=summary, requests=(), samples=(), goodput_search=None)
+    return dataclasses.replace(whole, summary=summary, requests=(), samples=(), goodput_search=None, notes=())
