@@ -55,6 +55,7 @@ class Measurement:
     processes: Processes
     label: str = ""
     command: str = ""
+    interrupted: bool = False  # by Ctrl-C, once `run` has returned
     _notes: list[str] = field(default_factory=list)
 
     async def run(self) -> BenchResult:
@@ -110,6 +111,7 @@ class Measurement:
             count = max(self.load.requests or _TRIAL_REQUESTS, math.ceil(rate * seconds))
             runs[rate] = run = await self._trial(rate, count, share)
             if run.driven.interrupted:
+                self._notes.append("interrupted: the search for the highest rate is not over")
                 return None
             records = run.driven.records
             kept = sum(self._keeps(record) for record in records) / len(records)
@@ -133,7 +135,8 @@ class Measurement:
 
         driver = Driver(self.target, self.load.timeout_s, on_record)
         run = await self._drive(f"{rate:.3g} requests/s", self.questions.at_rate(rate, count), count, driver)
-        await self._settle()
+        if not run.driven.interrupted:
+            await self._settle()
         return run
 
     async def _settle(self) -> None:
@@ -157,6 +160,7 @@ class Measurement:
                 driven = await driver.closed(questions, self.load.concurrency or 1, self.load.duration_s)
             else:
                 driven = await driver.open(questions, self.load.max_concurrency)
+        self.interrupted = driven.interrupted
         return _Run(driven, observer.samples, observer.observed(driven.send_lags_ms))
 
     def _advance(self, record: Record) -> bool:

@@ -8,6 +8,7 @@ from pageferry.loadgen.result import GoodputSearch, Summary
 from pageferry.loadgen.summary import Observed
 
 _BUSY_CLIENT = 0.5  # of a core
+_SHORT_S = 1.0  # a run that is shorter has no time to settle
 _LATE_MS = 50.0
 _CACHED_SHARE = 0.1  # of the prompts' tokens that no shared prefix explains
 
@@ -24,7 +25,7 @@ def of_run(driven: Driven, summary: Summary, observed: Observed, load: Load) -> 
     lag = summary.send_lag_ms
     if lag is not None and lag.p99 is not None and lag.p99 > _LATE_MS:
         yield f"requests were sent up to {lag.max:.0f} ms late: the load was less than asked for"
-    cores = observed.client_cpu_s / observed.wall_s if observed.wall_s else 0.0
+    cores = observed.client_cpu_s / max(observed.wall_s, _SHORT_S)
     if cores > _BUSY_CLIENT:
         yield f"this client used {cores:.0%} of a core; near 100% its own delays are in the times"
 

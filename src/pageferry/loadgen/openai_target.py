@@ -14,6 +14,7 @@ from pageferry.loadgen.target import Answer, Question, RequestFailedError, Serve
 _CHECK_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=120)
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=30)
+_KEPT_S = 3  # an idle connection; servers close them after 5 s or more, and one that closes meanwhile is a failure
 _MAX_ERROR_CHARACTERS = 300
 # Beyond OpenAI's own; each is left out where the server refuses it.
 _OPTIONAL = ("min_tokens", "ignore_eos", "stream_options", "temperature")
@@ -39,7 +40,10 @@ class OpenAiTarget:
         }
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=_NO_TIMEOUT, auto_decompress=False
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
+            headers=headers,
+            timeout=_NO_TIMEOUT,
+            auto_decompress=False,
         )
 
     @property
@@ -133,7 +137,7 @@ def _take(payload: bytes, answer: Answer, now_s: float) -> bool:
         return True
     try:
         event = json.loads(payload)
-        if "error" in event:
+        if event.get("error") is not None:
             _fail_with(event["error"])
         if usage := event.get("usage"):
             _take_usage(usage, answer)

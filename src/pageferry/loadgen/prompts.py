@@ -8,7 +8,8 @@ from pageferry.core.model_files import resolve_model
 from pageferry.router.tokenizer import Tokenizer, load_tokenizer
 
 _MAX_WORDS = 4096
-_MIN_WORDS = 64
+_MAX_FIRST_WORDS = 512
+_MIN_WORDS = 8
 _ROUNDS = 8  # of adding and dropping words until the length is right
 
 
@@ -32,6 +33,7 @@ class PromptMaker:
         self._chat = chat
         self._made: set[str] = set()
         self._words = self._find_words()
+        self._first_words = self._without_space() or self._words
         self._overhead = self._count("")
         self._prefix_tokens = prefix_tokens
         size = self._overhead + prefix_tokens
@@ -57,6 +59,8 @@ class PromptMaker:
         """The prefix, continued by random words until the whole has that many tokens."""
         size = self._count(prefix)
         words = self._random.choices(self._words, k=num_tokens - size)
+        if not prefix:
+            words[0] = self._random.choice(self._first_words)
         for _ in range(_ROUNDS):
             text = (prefix + "".join(words)).lstrip()  # templates may strip it too
             missing = num_tokens - self._count(text)
@@ -66,7 +70,6 @@ class PromptMaker:
                 words += self._random.choices(self._words, k=missing)
             else:
                 words[missing:] = []
-                words[0] = self._random.choice(self._words)  # where a first word has two tokens without its space
         raise InvalidArgumentError(f"the tokenizer gives no prompt of exactly {num_tokens} tokens; try one token more")
 
     def _count(self, text: str) -> int:
@@ -75,6 +78,11 @@ class PromptMaker:
         rendered = self._tokenizer.apply_chat_template([{"role": "user", "content": text}])
         return len(self._tokenizer.encode(rendered, add_special=False))
 
+    def _without_space(self) -> Sequence[str]:
+        """Words that are one token even where they begin a text."""
+        words = self._words[:_MAX_FIRST_WORDS]
+        return [word for word in words if len(self._tokenizer.encode(word.lstrip(), add_special=False)) == 1]
+
     def _find_words(self) -> Sequence[str]:
         """Some tokens that are a space and a word, and stay one token after another of their kind."""
         words: list[str] = []
@@ -82,7 +90,7 @@ class PromptMaker:
         self._random.shuffle(ids)
         for token_id in ids:
             piece = self._tokenizer.piece(token_id)
-            if len(piece) < 3 or piece[0] != " " or not (piece[1:].isascii() and piece[1:].isalpha()):
+            if len(piece) < 2 or piece[0] != " " or not (piece[1:].isascii() and piece[1:].isalpha()):
                 continue
             if self._tokenizer.encode(f"a{piece}{piece}", add_special=False)[-2:] == [token_id, token_id]:
                 words.append(piece)

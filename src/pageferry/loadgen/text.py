@@ -11,7 +11,7 @@ def lines(result: BenchResult) -> Iterator[str]:
     """The summary, and below it the notes."""
     summary, target = result.summary, result.target
     label = f"{result.label}: " if result.label else ""
-    yield f"{label}{target.kind} {target.address}, {target.model}, seed {result.load.get('seed')}"
+    yield f"{label}{target.kind} {target.address}, {target.model}{_seed(result)}"
     yield f"requests   {summary.completed} completed, {summary.failed} failed, in {summary.duration_s:.2f} s"
     for text, count in summary.errors.items():
         yield f"           {count} × {text}"
@@ -30,6 +30,10 @@ def lines(result: BenchResult) -> Iterator[str]:
         yield f"highest    {found}, of {len(result.goodput_search.trials)} trials"
     for note in result.notes:
         yield f"note: {note}"
+
+
+def _seed(result: BenchResult) -> str:
+    return f", seed {result.load['seed']}" if "seed" in result.load else ""
 
 
 def _cached(summary: Summary) -> str:
