@@ -80,6 +80,23 @@ def test_a_distribution_without_values_is_left_out() -> None:
     assert "none" not in texts(svg) and "two" in texts(svg)
 
 
+def test_colours_stay_with_their_series() -> None:
+    """What two results share keeps the second's colour where the first has nothing."""
+    empty_first = {"A": [], "B": [1.0, 2.0]}
+    lined = lines(FRAME, Panel("y", [Series("A", [], []), Series("B", [0, 1], [1, 2])]))
+    for svg in (cdf(FRAME, empty_first), bars(FRAME, "y", ["1", "2"], empty_first), lined):
+        assert "B" in texts(svg) and "A" not in texts(svg)
+        assert "var(--series-1)" in svg and "var(--series-0)" not in svg
+
+
+def test_long_labels_stand_in_as_many_columns_as_fit() -> None:
+    def rows_of_legend(label: str) -> int:
+        root = ElementTree.fromstring(draw_cdf(labels=tuple(f"{label}{number}" for number in range(4))))
+        return len({text.get("y") for text in root.iter("text") if (text.text or "").startswith(label)})
+
+    assert rows_of_legend("x") == 1 and rows_of_legend("a label of thirty characters, ") == 2
+
+
 @pytest.mark.parametrize("values", [[0.0], [0.0, 0.0, 5.0], [7.0, 7.0], [0.001, 90_000.0]])
 def test_logarithmic_axes_take_what_there_is(values: list[float]) -> None:
     svg = cdf(Frame("log", "", "gap [ms]", log_x=True, marks={"limit": 5.0}), {"gaps": values})

@@ -76,12 +76,13 @@ def _distributions(results: Mapping[str, BenchResult]) -> Iterator[Plot | None]:
 
 
 def _medians(values: Mapping[str, Sequence[float]]) -> str:
-    return _each({name: f"median {np.median(series):.4g} ms" for name, series in values.items() if series})
+    medians = {name: f"median {np.median(series):.4g} ms" for name, series in values.items() if series}
+    return _each(medians, named=len(values) > 1)
 
 
-def _each(texts: Mapping[str, str]) -> str:
-    """What is to be said of each result, with its name where there are several."""
-    return "; ".join(f"{name}: {text}" if len(texts) > 1 else text for name, text in texts.items())
+def _each(texts: Mapping[str, str], named: bool) -> str:
+    """What is to be said of each result."""
+    return "; ".join(f"{name}: {text}" if named else text for name, text in texts.items())
 
 
 def _timelines(results: Mapping[str, BenchResult]) -> Iterator[Plot | None]:
@@ -127,9 +128,8 @@ def _lengths(results: Mapping[str, BenchResult]) -> Plot | None:
     lengths: set[int] = set()
     for name, result in results.items():
         points = [(r.input_tokens, r.ttft_ms) for r in result.requests if r.error is None and r.ttft_ms is not None]
-        if points:
-            series.append(Series.of(name, points, "dots"))
-            lengths |= {length for length, _ in points}
+        series.append(Series.of(name, points, "dots"))
+        lengths |= {length for length, _ in points}
     if len(lengths) < 2:
         return None
     log_x = min(lengths) > 0 and max(lengths) / min(lengths) > _SPAN_FOR_LOG
@@ -139,17 +139,16 @@ def _lengths(results: Mapping[str, BenchResult]) -> Plot | None:
 
 
 def _batches(results: Mapping[str, BenchResult]) -> Plot | None:
-    sizes = {name: found.counts for name, result in results.items() if (found := result.summary.batch_size)}
-    if not sizes:
+    sizes = {name: found.counts if (found := result.summary.batch_size) else {} for name, result in results.items()}
+    if not any(sizes.values()):
         return None
     categories = [str(size) for size in range(1, max(int(size) for counts in sizes.values() for size in counts) + 1)]
     shares = {
-        name: [100 * counts.get(category, 0) / sum(counts.values()) for category in categories]
+        name: [100 * counts.get(category, 0) / sum(counts.values()) for category in categories] if counts else []
         for name, counts in sizes.items()
     }
-    means = _each(
-        {name: f"mean {r.summary.batch_size.mean:.3g}" for name, r in results.items() if r.summary.batch_size}
-    )
+    of_each = {name: f"mean {r.summary.batch_size.mean:.3g}" for name, r in results.items() if r.summary.batch_size}
+    means = _each(of_each, named=len(results) > 1)
     frame = Frame("batches", f"Share of steps by how many sequences they ran. {means}", "sequences in a step")
     return Plot(
         "Batch sizes",
@@ -161,14 +160,14 @@ def _batches(results: Mapping[str, BenchResult]) -> Plot | None:
 def _goodput(results: Mapping[str, BenchResult]) -> Plot | None:
     series = []
     for name, result in results.items():
-        if result.goodput_search and result.goodput_search.trials:
-            trials = sorted((trial.rate, 100 * trial.share) for trial in result.goodput_search.trials)
-            series.append(Series.of(name, trials))
-    if not series:
+        trials = result.goodput_search.trials if result.goodput_search else ()
+        series.append(Series.of(name, sorted((trial.rate, 100 * trial.share) for trial in trials)))
+    if not any(one.x for one in series):
         return None
     shares = [result.load.get("goodput_share") for result in results.values()]
     limit = 100 * shares[0] if isinstance(shares[0], float | int) and shares == shares[:1] * len(shares) else None
-    rates = _each({name: _best(found.rate) for name, r in results.items() if (found := r.goodput_search)})
+    best = {name: _best(found.rate) for name, result in results.items() if (found := result.goodput_search)}
+    rates = _each(best, named=len(results) > 1)
     alt = f"Share of requests within the limits by request rate. {rates}"
     frame = Frame("goodput", alt, "requests per second", log_x=True)
     svg = lines(frame, Panel("within the limits [%]", series, y_max=103, limit=limit))

@@ -14,11 +14,12 @@ from pageferry.loadgen.svg import INK, LIGHT, legend_text, printable, render, st
 
 _POINTS_PER_INCH = 72
 _WIDTH, _HEIGHT = 540, 290  # of one plot, in the SVG's units
+_LEGEND_LINE, _LEGEND_CHARACTER = 50, 6.5  # widths of an entry's parts
 _PANEL_HEIGHT = 130  # of each of several
 _CDF_POINTS = 400
 _DOTS = 2000
 _TICKS = 16  # that fit side by side
-_FEW_BARS = 8  # categories, of which fewer get no wider bars
+_FEW_BARS = 5  # categories, of which fewer get no wider bars
 _LOG_TICKS: tuple[tuple[float, tuple[float, ...]], ...] = (  # by decades below which they fit; none: evenly spaced
     (0.3, ()),
     (1.1, (1, 1.5, 2, 3, 4, 5, 7)),
@@ -69,25 +70,26 @@ class Panel:
 
 
 def lines(frame: Frame, *panels: Panel, width: int = _WIDTH) -> str:
-    """Series over x; several panels stand one above the other over the same x."""
+    """Series over x; several panels stand one above the other over the same x. One without points keeps its colour."""
     height = _HEIGHT if len(panels) == 1 else _PANEL_HEIGHT * len(panels) + 30
     with styled():
         figure = _figure(width, height)
         all_axes: list[Axes] = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0].tolist()
         for axes, panel in zip(all_axes, panels, strict=True):
-            _draw_panel(axes, panel)
+            _draw_panel(axes, panel, width)
         _finish(frame, all_axes)
         figure.align_ylabels()
         return render(figure, frame.name, frame.alt)
 
 
 def cdf(frame: Frame, values: Mapping[str, Sequence[float]]) -> str:
-    """The share of each series' values up to x, with dots at the median, p90 and p99."""
+    """The share of each series' values up to x, with dots at the median, p90 and p99; without values there is none."""
     with styled():
         figure = _figure(_WIDTH, _HEIGHT)
         axes = figure.subplots()
         for label, series in values.items():
             if not series:
+                axes.plot([], [])  # so that those after it have the colours that they have in other plots
                 continue
             ordered = np.sort(np.asarray(series, dtype=np.float64)).clip(_LEAST if frame.log_x else -np.inf)
             shares = np.linspace(0, 100, min(_CDF_POINTS, max(len(ordered), 2)))
@@ -96,13 +98,13 @@ def cdf(frame: Frame, values: Mapping[str, Sequence[float]]) -> str:
         axes.set(ylabel="share of values", ylim=(0, 102))
         axes.yaxis.set_major_formatter(PercentFormatter(decimals=0))
         axes.set_yticks([0, 25, 50, 75, 90, 100])
-        _legend(axes)
+        _legend(axes, _WIDTH, len(values))
         _finish(frame, [axes])
         return render(figure, frame.name, frame.alt)
 
 
 def bars(frame: Frame, y_label: str, categories: Sequence[str], values: Mapping[str, Sequence[float]]) -> str:
-    """Bars of each series side by side in each category, in the order given."""
+    """Bars of each series side by side in each category, in the order given; a series may have none at all."""
     places = np.arange(len(categories))
     width = 0.8 / max(len(values), 1)
     with styled():
@@ -111,7 +113,8 @@ def bars(frame: Frame, y_label: str, categories: Sequence[str], values: Mapping[
         for number, (label, heights) in enumerate(values.items()):
             offset = (number - (len(values) - 1) / 2) * width
             colour = LIGHT[number % len(LIGHT)]
-            axes.bar(places + offset, heights, width * 0.92, label=legend_text(label), color=colour)
+            if heights:
+                axes.bar(places + offset, heights, width * 0.92, label=legend_text(label), color=colour)
         axes.set_ylabel(y_label)
         shown = slice(None, None, -(-len(categories) // _TICKS) or 1)
         axes.set_xticks(places[shown], [printable(category, 16) for category in categories[shown]])
@@ -120,7 +123,7 @@ def bars(frame: Frame, y_label: str, categories: Sequence[str], values: Mapping[
         axes.tick_params(axis="x", length=0)
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_formatter(FuncFormatter(number_text))
-        _legend(axes)
+        _legend(axes, _WIDTH, len(values))
         _finish(frame, [axes])
         return render(figure, frame.name, frame.alt)
 
@@ -136,9 +139,9 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _draw_panel(axes: Axes, panel: Panel) -> None:
+def _draw_panel(axes: Axes, panel: Panel, width: float) -> None:
     for series in panel.series:
-        label = legend_text(series.label)
+        label = legend_text(series.label) if series.x else None
         match series.mark:
             case "line":
                 axes.plot(series.x, series.y, label=label, marker="o" if len(series.x) < 30 else "", markersize=4)
@@ -159,7 +162,7 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
         axes.yaxis.set_major_formatter(FuncFormatter(number_text))
         whole = all(float(y).is_integer() for series in panel.series for y in series.y)
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10], integer=whole))
-    _legend(axes)
+    _legend(axes, width, len(panel.series))
 
 
 def _finish(frame: Frame, all_axes: Sequence[Axes]) -> None:
@@ -189,11 +192,12 @@ def _mark(axes: Axes, text: str, x: float) -> None:
     )
 
 
-def _legend(axes: Axes) -> None:
-    """Above the axes, where it hides nothing; only where there is more than one series."""
+def _legend(axes: Axes, width: float, num_series: int) -> None:
+    """Above the axes, where it hides nothing, in as many columns as fit; only where there is more than one series."""
     _, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=min(len(labels), 4), borderaxespad=0)
+    if num_series > 1 and labels:
+        columns = int(width / (_LEGEND_LINE + _LEGEND_CHARACTER * max(map(len, labels))))
+        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=max(columns, 1), borderaxespad=0)
 
 
 def _log_ticks(axes: Axes, which: Literal["x", "y"]) -> None:
