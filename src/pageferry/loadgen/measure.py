@@ -69,7 +69,7 @@ class Measurement:
         else:
             run = await self._run_once()
         summary = summarise(run.driven.records, run.samples, run.observed, self.load.slo)
-        self._notes += notes.of_run(run.driven, summary, run.observed, self.load)
+        self._notes += notes.of_run(run.driven, summary, run.observed, self.questions.shared_tokens)
         return BenchResult(
             schema=SCHEMA,
             label=self.label,

@@ -3,23 +3,23 @@
 from collections.abc import Iterator
 
 from pageferry.loadgen.drive import Driven
-from pageferry.loadgen.load import Load
 from pageferry.loadgen.result import GoodputSearch, Summary
 from pageferry.loadgen.summary import Observed
 
 _BUSY_CLIENT = 0.5  # of a core
 _SHORT_S = 1.0  # a run that is shorter has no time to settle
 _LATE_MS = 50.0
-_CACHED_SHARE = 0.1  # of the prompts' tokens that no shared prefix explains
+_CACHED_SHARE = 0.1  # of the prompts' tokens beyond what is shared
 
 
-def of_run(driven: Driven, summary: Summary, observed: Observed, load: Load) -> Iterator[str]:
+def of_run(driven: Driven, summary: Summary, observed: Observed, shared_tokens: int) -> Iterator[str]:
+    """`shared_tokens`: the most that prompts were meant to have in common."""
     if driven.interrupted:
         yield f"interrupted, with {driven.num_dropped} requests in flight that are not counted"
     for what, count in (("prompts", driven.num_other_inputs), ("outputs", driven.num_other_outputs)):
         if count:
             yield f"{count} of {summary.completed} {what} have another length than asked for"
-    unexplained = (summary.cached_tokens or 0) - load.prefix_tokens * summary.completed
+    unexplained = (summary.cached_tokens or 0) - shared_tokens * summary.completed
     if unexplained > _CACHED_SHARE * summary.input_tokens:
         yield f"{summary.cached_tokens} tokens of prompts were cached by the server: has it had this seed before?"
     lag = summary.send_lag_ms

@@ -36,12 +36,16 @@ class PromptMaker:
         self._first_words = self._without_space() or self._words
         self._overhead = self._count("")
         self._prefix_tokens = prefix_tokens
-        size = self._overhead + prefix_tokens
-        self._prefixes = [self._text("", size) for _ in range(num_prefixes)] if prefix_tokens else [""]
+        self._prefixes = [self._text("", self.shared_tokens) for _ in range(num_prefixes)] if prefix_tokens else [""]
+
+    @property
+    def shared_tokens(self) -> int:
+        """The most that a prompt has in common with others: the template around it, and its prefix."""
+        return self._overhead + self._prefix_tokens
 
     def make(self, num_tokens: int) -> str:
         """Raises InvalidArgumentError where so few tokens leave no room after the template and the prefix."""
-        least = self._overhead + self._prefix_tokens + 1
+        least = self.shared_tokens + 1
         if num_tokens < least:
             around = f"{self._overhead} of the template, " if self._overhead else ""
             limit = f"must be at least {least}: {around}{self._prefix_tokens} of the prefix, and one that differs"

@@ -19,6 +19,11 @@ class Questions:
         self._random = Random(load.seed)
         self._traced = [] if load.replay is None else read_trace(load.replay, load.speed or 1.0)
 
+    @property
+    def shared_tokens(self) -> int:
+        """The most that a prompt has in common with others."""
+        return self._prompts.shared_tokens
+
     def endless(self) -> Iterator[Question]:
         """Without a time, each to be sent when there is room."""
         while True:
