@@ -156,3 +156,22 @@ async def test_a_search_that_is_interrupted(made) -> None:
     result = await task
     assert measurement.interrupted and result.goodput_search is not None and result.goodput_search.trials == ()
     assert "interrupted: the search for the highest rate is not over" in result.notes
+
+
+async def test_ctrl_c_between_trials(made) -> None:
+    target, asked = FakeTarget(), asyncio.Event()
+    target.load = ServerLoad(running=1, waiting=0, batch_sizes=(1,), pages_used=1, pages_total=64)
+
+    async def server_load() -> ServerLoad | None:
+        asked.set()
+        return target.load
+
+    target.server_load = server_load
+    options = {"find_goodput": True, "slo": Slo(150.0, None, None), "warmup": 0, "arrivals": "constant"}
+    measurement, _ = made(target, requests=2, duration_s=0.005, rate_range=(200.0, 1600.0), **options)
+    task = asyncio.create_task(measurement.run())
+    await asyncio.wait_for(asked.wait(), 10)  # the server never rests, so that the search waits
+    task.cancel()
+    result = await task
+    assert measurement.interrupted
+    assert "interrupted: the search for the highest rate is not over" in result.notes

@@ -23,6 +23,15 @@ class Driven:
     interrupted: bool = False  # by Ctrl-C
 
 
+def took_ctrl_c() -> bool:
+    """To be asked where CancelledError was caught: whether it is Ctrl-C, which cancels the main task; takes it back."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        return False
+    task.uncancel()
+    return True
+
+
 class Driver:
     """One run. `on_record` sees each request that ended, and breaks the run off by returning True."""
 
@@ -83,11 +92,8 @@ class Driver:
         except BaseExceptionGroup as group:  # of a question that can't be made, or a mistake of ours
             raise group.exceptions[0] from None
         except asyncio.CancelledError:
-            if not self._broken_off:  # Ctrl-C cancels the task that waits here
-                self._driven.interrupted = True
-                await asyncio.gather(self._run, return_exceptions=True)
-                if (task := asyncio.current_task()) is not None:
-                    task.uncancel()
+            self._driven.interrupted = took_ctrl_c()
+            await asyncio.gather(self._run, return_exceptions=True)
         return self._driven
 
     async def _ask(self, question: Question) -> None:

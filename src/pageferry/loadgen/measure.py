@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Protocol
 
 from pageferry.loadgen import goodput, notes
-from pageferry.loadgen.drive import Driven, Driver
+from pageferry.loadgen.drive import Driven, Driver, took_ctrl_c
 from pageferry.loadgen.load import Load
 from pageferry.loadgen.observe import Observer, Processes, machine
 from pageferry.loadgen.questions import Questions
@@ -136,7 +136,10 @@ class Measurement:
         driver = Driver(self.target, self.load.timeout_s, on_record)
         run = await self._drive(f"{rate:.3g} requests/s", self.questions.at_rate(rate, count), count, driver)
         if not run.driven.interrupted:
-            await self._settle()
+            try:
+                await self._settle()
+            except asyncio.CancelledError:
+                self.interrupted = run.driven.interrupted = took_ctrl_c()
         return run
 
     async def _settle(self) -> None:
