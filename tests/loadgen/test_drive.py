@@ -65,7 +65,8 @@ async def test_a_cap_lets_requests_wait_and_says_how_late_they_are() -> None:
     gate.set()
     driven = await task
     assert target.most_in_flight == 2 and len(driven.records) == 3
-    assert max(driven.send_lags_ms) >= 20 > min(driven.send_lags_ms)
+    first_ms, _, last_ms = driven.send_lags_ms
+    assert last_ms - first_ms >= 15
 
 
 async def test_a_failure_keeps_what_had_come() -> None:

@@ -47,6 +47,7 @@ async def test_what_is_sent() -> None:
     }  # fmt: skip
     assert (second["max_tokens"], second["min_tokens"], second["seed"]) == (5, 5, 9)
     assert server.headers[1]["Authorization"] == "Bearer key"
+    assert server.headers[1]["Accept-Encoding"] == "identity"  # a compressed stream comes in lumps
     assert server.num_connections == 1
 
 

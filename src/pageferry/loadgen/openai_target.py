@@ -38,12 +38,13 @@ class OpenAiTarget:
             "ignore_eos": True,
             "min_tokens": 0,
         }
-        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if api_key:
+            headers["authorization"] = f"Bearer {api_key}"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
             headers=headers,
             timeout=_NO_TIMEOUT,
-            auto_decompress=False,
         )
 
     @property
