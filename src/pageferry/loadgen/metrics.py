@@ -73,7 +73,7 @@ EXTENT = (
     Metric("Extent", "Sent behind the schedule, p99", "send_lag_ms.p99", unit="ms"),
 )
 RESOURCES = (
-    Metric("Resources", "Sequences in a step, mean", "batch_size.mean"),
+    Metric("Resources", "Sequences running, mean", "batch_size.mean"),
     Metric("Resources", "Pages in use, mean", "pages.used_mean"),
     Metric("Resources", "Pages in use, most", "pages.used_max"),
     Metric("Resources", "Pages in all", "pages.total"),

@@ -149,11 +149,11 @@ def _batches(results: Mapping[str, BenchResult]) -> Plot | None:
     }
     of_each = {name: f"mean {r.summary.batch_size.mean:.3g}" for name, r in results.items() if r.summary.batch_size}
     means = _each(of_each, named=len(results) > 1)
-    frame = Frame("batches", f"Share of steps by how many sequences they ran. {means}", "sequences in a step")
+    frame = Frame("batches", f"Share of samples by how many sequences ran. {means}", "sequences running")
     return Plot(
         "Batch sizes",
-        f"Sequences that a step of the model ran ({means}).",
-        bars(frame, "share of steps [%]", categories, shares),
+        f"Sequences that ran on a decode worker, a step of the model each, by samples ({means}).",
+        bars(frame, "share of samples [%]", categories, shares),
     )
 
 

@@ -47,6 +47,11 @@ class Record:
     gaps_ms: tuple[float, ...]
     error: str | None
 
+    @property
+    def tpot_ms(self) -> float | None:
+        """From the first token to the last, by the tokens after the first; None without such tokens."""
+        return sum(self.gaps_ms) / (self.output_tokens - 1) if self.output_tokens > 1 and self.gaps_ms else None
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -77,19 +82,18 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep; None where there is no such limit. `itl_ms` is for the mean of its gaps."""
+    """What a request must keep; None where there is no such limit. `itl_ms` is for its time per output token."""
 
     ttft_ms: float | None
     itl_ms: float | None
     e2e_ms: float | None
 
     def keeps(self, record: Record) -> bool:
-        """Whether the request ended well within every limit; one without gaps keeps `itl_ms`."""
+        """Whether the request ended well within every limit; one without a second token keeps `itl_ms`."""
         if record.error is not None or record.ttft_ms is None:
             return False
-        gap_ms = sum(record.gaps_ms) / len(record.gaps_ms) if record.gaps_ms else 0.0
-        pairs = ((record.ttft_ms, self.ttft_ms), (gap_ms, self.itl_ms), (record.e2e_ms, self.e2e_ms))
-        return all(limit is None or value <= limit for value, limit in pairs)
+        pairs = ((record.ttft_ms, self.ttft_ms), (record.tpot_ms, self.itl_ms), (record.e2e_ms, self.e2e_ms))
+        return all(limit is None or value is None or value <= limit for value, limit in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """How many steps ran how many sequences at once."""
+    """In how many samples how many sequences ran, each in every step of its decode worker."""
 
     counts: Mapping[str, int]
     mean: float

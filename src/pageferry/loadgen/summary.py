@@ -51,7 +51,7 @@ def summarise(
         goodput=None if slo is None else goodput(records, slo, duration_s),
         ttft_ms=spread([record.ttft_ms for record in completed if record.ttft_ms is not None]),
         itl_ms=spread([gap for record in completed for gap in record.gaps_ms]),
-        tpot_ms=spread([tpot_ms(record) for record in completed if record.output_tokens > 1 and record.gaps_ms]),
+        tpot_ms=spread([record.tpot_ms for record in completed if record.tpot_ms is not None]),
         e2e_ms=spread([record.e2e_ms for record in completed]),
         send_lag_ms=None if observed.send_lags_ms is None else spread(observed.send_lags_ms),
         batch_size=BatchSize.of(observed.batch_counts or {}),
@@ -69,11 +69,6 @@ def spread(values: Sequence[float]) -> Spread:
     array = np.asarray(values, dtype=np.float64)
     points = [float(point) for point in np.percentile(array, (0, 50, 90, 99, 99.9, 100))]
     return Spread(len(values), float(array.mean()), *points)
-
-
-def tpot_ms(record: Record) -> float:
-    """From the first token to the last, by the tokens after the first; of a request with two tokens or more."""
-    return sum(record.gaps_ms) / (record.output_tokens - 1)
 
 
 def goodput(records: Sequence[Record], slo: Slo, duration_s: float) -> Goodput:
