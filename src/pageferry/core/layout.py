@@ -8,6 +8,7 @@ range of a page is at most three byte ranges.
 
 import hashlib
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from pageferry.core.errors import FailedPreconditionError, invalid
@@ -188,12 +189,13 @@ class CacheLayout:
 
     def cache_key(self) -> bytes:
         """What the prefix cache mixes into its hashes, so that pages of another kind never match."""
-        text = "/".join(f"{name}={value}" for name, value in self._values())
+        text = "/".join(f"{name}={value}" for name, value in self._values)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def ships_to(self, other: "CacheLayout") -> bool:
         """Whether a sender of these pages can fill the other's: they are equal, or it can convert its format."""
-        is_same_shape = replace(self, format=other.format) == other
+        pairs = zip(self._values, other._values, strict=True)
+        is_same_shape = all(ours == theirs for ours, theirs in pairs if ours[0] != "format")
         return is_same_shape and (self.format == other.format or self.format.is_convertible)
 
     def check_ships_to(self, other: "CacheLayout", *, ours: str, theirs: str) -> None:
@@ -203,13 +205,14 @@ class CacheLayout:
 
     def check_equal(self, other: "CacheLayout", *, ours: str, theirs: str) -> None:
         """Raise FailedPreconditionError naming each field that differs with both values."""
-        pairs = zip(self._values(), other._values(), strict=True)
+        pairs = zip(self._values, other._values, strict=True)
         differences = [
             f"{name} {our} ({ours}) and {their} ({theirs})" for (name, our), (_, their) in pairs if our != their
         ]
         if differences:
             raise FailedPreconditionError("page layouts differ: " + "; ".join(differences), reason="LAYOUT_MISMATCH")
 
+    @cached_property  # since routers ask at every change of a load
     def _values(self) -> list[tuple[str, str]]:
         """Name and text of each field that counts."""
         values = [(item.name, getattr(self, item.name)) for item in fields(self) if item.compare]
