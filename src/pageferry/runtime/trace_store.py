@@ -25,12 +25,13 @@ MAX_EXPORT_BYTES = 4 * 2**20
 
 
 class _Trace:
-    """Spans by resource; `request_ids` so that the index can be cleaned."""
+    """Own spans, encoded only when somebody asks, and others by resource; `request_ids` to clean the index."""
 
-    __slots__ = ("num_spans", "request_ids", "resources")
+    __slots__ = ("num_spans", "own", "request_ids", "resources")
 
     def __init__(self) -> None:
         self.num_spans = 0
+        self.own: list[ReadableSpan] = []
         self.request_ids: set[str] = set()
         self.resources: dict[bytes, tuple[Resource, list[Span]]] = {}
 
@@ -49,7 +50,13 @@ class TraceStore(SpanExporter):
         return len(self._traces)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        self.add(encode_spans(spans).resource_spans)
+        with self._lock:
+            for span in spans:
+                if span.context is not None:
+                    request_id = (span.attributes or {}).get(REQUEST_ID)
+                    trace = self._take(span.context.trace_id.to_bytes(TRACE_ID_BYTES), span.name, request_id)
+                    if trace is not None:
+                        trace.own.append(span)
         return SpanExportResult.SUCCESS
 
     def add(self, resource_spans: Iterable[ResourceSpans]) -> int:
@@ -58,9 +65,8 @@ class TraceStore(SpanExporter):
         with self._lock:
             for group in resource_spans:
                 key = group.resource.SerializeToString(deterministic=True)
-                for scope in group.scope_spans:
-                    for span in scope.spans:
-                        num_rejected += not self._add_span(key, group.resource, span)
+                for span in (span for scope in group.scope_spans for span in scope.spans):
+                    num_rejected += not self._add_span(key, group.resource, span)
         return num_rejected
 
     def find(self, name: str) -> str:
@@ -72,32 +78,40 @@ class TraceStore(SpanExporter):
         """The trace that `find` finds, as serialised TracesData."""
         with self._lock:
             trace = self._traces[self._find(name)]
-            groups = [
+            groups = list(encode_spans(trace.own).resource_spans) if trace.own else []
+            groups += [
                 ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=spans)])
                 for resource, spans in trace.resources.values()
             ]
             return TracesData(resource_spans=groups).SerializeToString()
 
     def _add_span(self, key: bytes, resource: Resource, span: Span) -> bool:
-        if len(span.trace_id) != TRACE_ID_BYTES:
+        ids = (entry.value.string_value for entry in span.attributes if entry.key == REQUEST_ID)
+        trace = self._take(span.trace_id, span.name, next(ids, None))
+        if trace is None:
             return False
-        trace = self._traces.setdefault(span.trace_id, _Trace())
-        self._traces.move_to_end(span.trace_id)
-        while len(self._traces) > self._max_traces:
-            self._forget(*self._traces.popitem(last=False))
-        if trace.num_spans >= MAX_SPANS_PER_TRACE:
-            return False
-        trace.num_spans += 1
         kept = Span()
         kept.CopyFrom(span)  # alone: a part of a message would keep the whole of it in memory
         trace.resources.setdefault(key, (resource, []))[1].append(kept)
-        for attribute in span.attributes:
-            if attribute.key == REQUEST_ID:
-                trace.request_ids.add(attribute.value.string_value)
-                self._by_request[attribute.value.string_value] = span.trace_id
-        if span.name == REQUEST_SPAN:
-            self._latest = span.trace_id
         return True
+
+    def _take(self, trace_id: bytes, name: str, request_id: object) -> _Trace | None:
+        """The trace that a span belongs to, now counted and found; None where the span must be left out."""
+        if len(trace_id) != TRACE_ID_BYTES:
+            return None
+        trace = self._traces.setdefault(trace_id, _Trace())
+        self._traces.move_to_end(trace_id)
+        while len(self._traces) > self._max_traces:
+            self._forget(*self._traces.popitem(last=False))
+        if trace.num_spans >= MAX_SPANS_PER_TRACE:
+            return None
+        trace.num_spans += 1
+        if isinstance(request_id, str):
+            trace.request_ids.add(request_id)
+            self._by_request[request_id] = trace_id
+        if name == REQUEST_SPAN:
+            self._latest = trace_id
+        return trace
 
     def _forget(self, trace_id: bytes, trace: _Trace) -> None:
         for request_id in trace.request_ids:
