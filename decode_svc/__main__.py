@@ -13,7 +13,7 @@ from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_process import LoadedEngine, WorkerMain, WorkerParts, advertised_host
-from pageferry.v1.decode_pb2 import DecodeRequest
+from pageferry.v1.decode_pb2 import DecodeRequest, SubscribeRequest
 from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pageferry.v1.page_pb2_grpc import PageServiceServicer, add_PageServiceServicer_to_server
 from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE
@@ -34,10 +34,19 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
     ) -> None:
         await self.worker.decode(request, context)
 
+    async def Subscribe(  # type: ignore[override]  # noqa: N802 - a coroutine that writes by itself
+        self, request: SubscribeRequest, context: Any
+    ) -> None:
+        await self.worker.subscriptions.serve(request, context)
+
     async def Push(  # type: ignore[override]  # noqa: N802 - a coroutine that reads and writes by itself
         self, request_iterator: Any, context: Any
     ) -> None:
         await self.worker.receiver.Push(request_iterator, context)
+
+    async def drained(self) -> None:
+        if self.ready is not None:
+            await self.ready.subscriptions.close()
 
     async def load(self, parts: WorkerParts) -> Any:
         advertised_host(parts.config.server)  # before the model's loading: it may be what is missing

@@ -4,11 +4,9 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from opentelemetry import context as otel_context
-from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 
 from pageferry.core.errors import CancelledError, PageferryError, invalid
@@ -17,9 +15,11 @@ from pageferry.core.layout import PageSink
 from pageferry.core.limits import ModelLimits
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import Sequence
+from pageferry.decode_svc.call import Call, first_own_ms
 from pageferry.decode_svc.desk import EngineDesk
 from pageferry.decode_svc.step import Completed, DecodeStep, Event, Failed, Figures, HandoffEnded
-from pageferry.runtime.convert import finish_to_proto, layout_to_proto, token_to_proto, work_from_proto
+from pageferry.decode_svc.subscriptions import Subscriptions
+from pageferry.runtime.convert import layout_to_proto, work_from_proto
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher
@@ -39,27 +39,7 @@ class Served:
     lease_ms: int
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """One live Decode call. Tokens gather while its reader is slow: at most as many as it may generate."""
-
-    sequence: Sequence
-    is_pushed: bool
-    parent: Context = field(default_factory=otel_context.get_current)
-    tokens: list[Emitted] = field(default_factory=list)
-    num_emitted: int = 0
-    end: Completed | PageferryError | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def take(self) -> tuple[list[Emitted], Completed | PageferryError | None]:
-        """Wait for tokens or the end; returns all tokens there are, and the end where nothing comes after them."""
-        await self.changed.wait()
-        self.changed.clear()
-        tokens, self.tokens = self.tokens, []
-        return tokens, self.end
-
-
-class DecodeWorker(WorkCalls[_Call, Event]):
+class DecodeWorker(WorkCalls[Call, Event]):
     """Serves Decode calls, and by its `receiver` the pushes of pages, with one engine thread."""
 
     def __init__(
@@ -77,6 +57,7 @@ class DecodeWorker(WorkCalls[_Call, Event]):
             lease_ms=served.lease_ms,
             vocab_size=served.limits.vocab_size,
         )
+        self.subscriptions = Subscriptions()
         self.receiver = PageReceiver(self.desk, served.pages, served.executor)
 
     async def decode(self, request: pb.DecodeRequest, context: Any) -> None:
@@ -87,7 +68,8 @@ class DecodeWorker(WorkCalls[_Call, Event]):
                 raise invalid("source", request.source, "must be PUSHED or LOCAL")
             with self._ids.claim(work.request_id):
                 sequence = Sequence(work, self._clock(), deadline_of(context, self._clock))
-                call = _Call(sequence, request.source == pb.PROMPT_SOURCE_PUSHED)
+                call = Call(sequence, request.source == pb.PROMPT_SOURCE_PUSHED, request.call)
+                self.subscriptions.join(request.subscription, call)
                 self._calls[sequence] = call  # before the engine knows of it, so that no event is lost
                 try:
                     await context.write(pb.DecodeResponse(reserved=await self._accept(call)))
@@ -96,37 +78,41 @@ class DecodeWorker(WorkCalls[_Call, Event]):
                 finally:
                     self._release(call)
 
-    async def _accept(self, call: _Call) -> pb.Reserved:
+    async def _accept(self, call: Call) -> pb.Reserved:
         sequence = call.sequence
+        reserved = pb.Reserved(layout=layout_to_proto(self._layout), subscribed=call.subscription is not None)
         if not call.is_pushed:
             await self.engine.call(lambda: self._step.add(sequence))
-            return pb.Reserved(layout=layout_to_proto(self._layout))
-        ticket = secrets.token_bytes(TICKET_BYTES)
+            return reserved
+        reserved.ticket = ticket = secrets.token_bytes(TICKET_BYTES)
         await self.engine.call(lambda: self._step.reserve(sequence, ticket))
-        return pb.Reserved(
-            ticket=ticket,
-            kv_endpoint=self._served.kv_endpoint,
-            layout=layout_to_proto(self._layout),
-            cached_tokens=sequence.num_cached,
-            cached_pages=sequence.num_cached // self._layout.page_size,
-        )
+        reserved.kv_endpoint = self._served.kv_endpoint
+        reserved.cached_tokens = sequence.num_cached
+        reserved.cached_pages = sequence.num_cached // self._layout.page_size
+        return reserved
 
-    async def _stream(self, call: _Call, context: Any) -> Completed:
-        want_logprobs = call.sequence.work.sampling.num_logprobs is not None
+    async def _stream(self, call: Call, context: Any) -> Completed:
+        """Until the sequence's end, and tell of it all unless the subscription does."""
         while True:
-            emitted, end = await call.take()
-            if emitted:
-                tokens = [token_to_proto(item.position, item.token, want_logprobs) for item in emitted]
-                await context.write(pb.DecodeResponse(tokens=pb.Tokens(tokens=tokens)))
+            await call.changed.wait()
+            call.changed.clear()
+            end = call.end
+            if call.subscription is None:
+                news = call.news()
+                if news.tokens:
+                    await context.write(pb.DecodeResponse(tokens=pb.Tokens(tokens=news.tokens)))
+                if news.HasField("completed"):
+                    await context.write(pb.DecodeResponse(completed=news.completed))
             if isinstance(end, Completed):
-                await context.write(pb.DecodeResponse(completed=_completed(end, is_pushed=call.is_pushed)))
                 return end
             if end is not None:
                 raise end
 
-    def _release(self, call: _Call) -> None:
+    def _release(self, call: Call) -> None:
         """The one place where a call ends, however it ends: the engine forgets it and frees all that it held."""
         del self._calls[call.sequence]
+        if call.subscription is not None:
+            call.subscription.leave(call)
         self._count_tokens(call)
         gone = CancelledError("the request that the pages are for is over", reason="REQUEST_OVER")
         loop = asyncio.get_running_loop()
@@ -134,10 +120,10 @@ class DecodeWorker(WorkCalls[_Call, Event]):
         def abort() -> None:
             call_on_loop(loop, self._record_end, call, self._step.abort(call.sequence, gone))
 
-        if call.end is None:
+        if not isinstance(call.end, Completed):  # where it failed, the engine may know already
             self.engine.post(abort)
 
-    def _count_tokens(self, call: _Call) -> None:
+    def _count_tokens(self, call: Call) -> None:
         if call.num_emitted == 0:
             return
         sequence, num_generated = call.sequence, call.num_emitted
@@ -158,28 +144,24 @@ class DecodeWorker(WorkCalls[_Call, Event]):
                 case report:
                     self._publisher.publish(report)
 
-    def _take(self, call: _Call, event: Emitted | Completed | Failed | ChunkDone) -> None:
+    def _take(self, call: Call, event: Emitted | Completed | Failed | ChunkDone) -> None:
         match event:
             case Emitted():
-                call.tokens.append(event)
-                call.num_emitted += 1
+                call.take_token(event)
             case ChunkDone():
                 self._record_chunk(call.parent, event)
-                return
             case Completed():
-                call.end = event
+                call.take_end(event)
                 self._record_end(call, event.figures)
             case Failed():
-                call.end = event.error
+                call.take_end(event.error)
                 self._record_end(call, event.figures)
                 self._log("request_failed", call.sequence, event.error)
-        call.changed.set()
 
-    def _fail(self, call: _Call, error: PageferryError) -> None:
-        call.end = error
-        call.changed.set()
+    def _fail(self, call: Call, error: PageferryError) -> None:
+        call.take_end(error)
 
-    def _record_end(self, call: _Call, figures: Figures | None) -> None:
+    def _record_end(self, call: Call, figures: Figures | None) -> None:
         if figures is None:
             return
         first_step = figures.ended if figures.first_step is None else figures.first_step
@@ -187,25 +169,7 @@ class DecodeWorker(WorkCalls[_Call, Event]):
             "pageferry.steps": figures.num_steps,
             "pageferry.forward_ms": figures.forward_s * 1000,
             "pageferry.preemptions": figures.num_preemptions,
-            "pageferry.first_step_ms": _first_own_ms(figures),
+            "pageferry.first_step_ms": first_own_ms(figures),
         }
         self._spans.record("decode.queue", call.parent, figures.ready, first_step, {})
         self._spans.record("decode.generate", call.parent, first_step, figures.ended, attributes)
-
-
-def _first_own_ms(figures: Figures) -> float:
-    """From when it could run to the first token drawn here."""
-    return 0.0 if figures.first_own is None else (figures.first_own - figures.ready) * 1000
-
-
-def _completed(end: Completed, *, is_pushed: bool) -> pb.Completed:
-    figures = end.figures
-    return pb.Completed(
-        reason=finish_to_proto(end.reason),
-        queue_ms=0.0 if figures.first_step is None else (figures.first_step - figures.ready) * 1000,
-        prefill_ms=0.0 if is_pushed else _first_own_ms(figures),
-        steps=figures.num_steps,
-        preemptions=figures.num_preemptions,
-        cached_tokens=figures.num_cached,
-        first_step_ms=_first_own_ms(figures) if is_pushed else 0.0,
-    )

@@ -47,7 +47,7 @@ class FakeMain:
         self.may_load = asyncio.Event()
         self.step = IdleStep()
         self.engine: EngineThread[Any] | None = None
-        self.closed = False
+        self.closed = self.drained_once = False
 
     def register(self, server: GrpcServer) -> None: ...
 
@@ -62,6 +62,10 @@ class FakeMain:
         if self.engine is None:
             raise loading()
         return Snapshot(model="fake")
+
+    async def drained(self) -> None:
+        assert not self.closed
+        self.drained_once = True
 
     async def close(self) -> None:
         self.closed = True
@@ -116,6 +120,7 @@ async def test_it_listens_while_it_loads_then_serves_then_drains() -> None:
         process.stop.set()
         assert await process.task == 0
     assert process.main.closed
+    assert process.main.drained_once
 
 
 async def test_a_watcher_is_told_nothing_before_the_engine_has_told_its_load() -> None:

@@ -18,12 +18,16 @@ PROMPT_SOURCE_PUSHED: PromptSource
 PROMPT_SOURCE_LOCAL: PromptSource
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("work", "source")
+    __slots__ = ("work", "source", "subscription", "call")
     WORK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    CALL_FIELD_NUMBER: _ClassVar[int]
     work: _types_pb2.WorkItem
     source: PromptSource
-    def __init__(self, work: _Optional[_Union[_types_pb2.WorkItem, _Mapping]] = ..., source: _Optional[_Union[PromptSource, str]] = ...) -> None: ...
+    subscription: bytes
+    call: int
+    def __init__(self, work: _Optional[_Union[_types_pb2.WorkItem, _Mapping]] = ..., source: _Optional[_Union[PromptSource, str]] = ..., subscription: _Optional[bytes] = ..., call: _Optional[int] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("reserved", "tokens", "completed")
@@ -36,18 +40,20 @@ class DecodeResponse(_message.Message):
     def __init__(self, reserved: _Optional[_Union[Reserved, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("ticket", "kv_endpoint", "cached_tokens", "layout", "cached_pages")
+    __slots__ = ("ticket", "kv_endpoint", "cached_tokens", "layout", "cached_pages", "subscribed")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     KV_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIBED_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     kv_endpoint: str
     cached_tokens: int
     layout: _types_pb2.PageLayout
     cached_pages: int
-    def __init__(self, ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., cached_pages: _Optional[int] = ...) -> None: ...
+    subscribed: bool
+    def __init__(self, ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., cached_pages: _Optional[int] = ..., subscribed: _Optional[bool] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("tokens",)
@@ -72,3 +78,27 @@ class Completed(_message.Message):
     cached_tokens: int
     first_step_ms: float
     def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_step_ms: _Optional[float] = ...) -> None: ...
+
+class SubscribeRequest(_message.Message):
+    __slots__ = ("subscription",)
+    SUBSCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    subscription: bytes
+    def __init__(self, subscription: _Optional[bytes] = ...) -> None: ...
+
+class SubscribeResponse(_message.Message):
+    __slots__ = ("calls",)
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    calls: _containers.RepeatedCompositeFieldContainer[CallEvents]
+    def __init__(self, calls: _Optional[_Iterable[_Union[CallEvents, _Mapping]]] = ...) -> None: ...
+
+class CallEvents(_message.Message):
+    __slots__ = ("call", "tokens", "completed", "failed")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    call: int
+    tokens: _containers.RepeatedCompositeFieldContainer[_types_pb2.GeneratedToken]
+    completed: Completed
+    failed: bool
+    def __init__(self, call: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., failed: _Optional[bool] = ...) -> None: ...

@@ -40,6 +40,11 @@ class DecodeServiceStub:
                 request_serializer=pageferry_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=pageferry_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
+        self.Subscribe = channel.unary_stream(
+                '/pageferry.v1.DecodeService/Subscribe',
+                request_serializer=pageferry_dot_v1_dot_decode__pb2.SubscribeRequest.SerializeToString,
+                response_deserializer=pageferry_dot_v1_dot_decode__pb2.SubscribeResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServiceServicer:
@@ -47,8 +52,17 @@ class DecodeServiceServicer:
     """
 
     def Decode(self, request, context):
-        """Generates one request's tokens. The stream is Reserved (or Accepted, where this worker computes the prompt
-        itself), then Tokens, then exactly one Completed; or it ends with an error status. Ending the call frees all.
+        """Generates one request's tokens. The stream is Reserved, then Tokens, then exactly one Completed; or it ends with an
+        error status. With a subscription, tokens and Completed come there instead. Ending the call frees all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Subscribe(self, request, context):
+        """What Decode calls generate, in one stream for all of them: a message a step, not one a step and call. The first
+        message is empty: from then on calls may name the stream. It goes on until its caller ends it, or the worker,
+        drained, has no call left. Its end ends its calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,6 +75,11 @@ def add_DecodeServiceServicer_to_server(servicer, server):
                     servicer.Decode,
                     request_deserializer=pageferry_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
                     response_serializer=pageferry_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
+            ),
+            'Subscribe': grpc.unary_stream_rpc_method_handler(
+                    servicer.Subscribe,
+                    request_deserializer=pageferry_dot_v1_dot_decode__pb2.SubscribeRequest.FromString,
+                    response_serializer=pageferry_dot_v1_dot_decode__pb2.SubscribeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,6 +110,33 @@ class DecodeService:
             '/pageferry.v1.DecodeService/Decode',
             pageferry_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             pageferry_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Subscribe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/pageferry.v1.DecodeService/Subscribe',
+            pageferry_dot_v1_dot_decode__pb2.SubscribeRequest.SerializeToString,
+            pageferry_dot_v1_dot_decode__pb2.SubscribeResponse.FromString,
             options,
             channel_credentials,
             insecure,

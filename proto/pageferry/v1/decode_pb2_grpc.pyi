@@ -34,8 +34,13 @@ class DecodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """Generates one request's tokens. The stream is Reserved (or Accepted, where this worker computes the prompt
-    itself), then Tokens, then exactly one Completed; or it ends with an error status. Ending the call frees all.
+    """Generates one request's tokens. The stream is Reserved, then Tokens, then exactly one Completed; or it ends with an
+    error status. With a subscription, tokens and Completed come there instead. Ending the call frees all.
+    """
+    Subscribe: _grpc.UnaryStreamMultiCallable[_decode_pb2.SubscribeRequest, _decode_pb2.SubscribeResponse]
+    """What Decode calls generate, in one stream for all of them: a message a step, not one a step and call. The first
+    message is empty: from then on calls may name the stream. It goes on until its caller ends it, or the worker,
+    drained, has no call left. Its end ends its calls.
     """
 
 @_typing.type_check_only
@@ -44,8 +49,13 @@ class DecodeServiceAsyncStub(DecodeServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Generates one request's tokens. The stream is Reserved (or Accepted, where this worker computes the prompt
-    itself), then Tokens, then exactly one Completed; or it ends with an error status. Ending the call frees all.
+    """Generates one request's tokens. The stream is Reserved, then Tokens, then exactly one Completed; or it ends with an
+    error status. With a subscription, tokens and Completed come there instead. Ending the call frees all.
+    """
+    Subscribe: _aio.UnaryStreamMultiCallable[_decode_pb2.SubscribeRequest, _decode_pb2.SubscribeResponse]  # type: ignore[assignment]
+    """What Decode calls generate, in one stream for all of them: a message a step, not one a step and call. The first
+    message is empty: from then on calls may name the stream. It goes on until its caller ends it, or the worker,
+    drained, has no call left. Its end ends its calls.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +67,19 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """Generates one request's tokens. The stream is Reserved (or Accepted, where this worker computes the prompt
-        itself), then Tokens, then exactly one Completed; or it ends with an error status. Ending the call frees all.
+        """Generates one request's tokens. The stream is Reserved, then Tokens, then exactly one Completed; or it ends with an
+        error status. With a subscription, tokens and Completed come there instead. Ending the call frees all.
+        """
+
+    @_abc_1.abstractmethod
+    def Subscribe(
+        self,
+        request: _decode_pb2.SubscribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.SubscribeResponse], _abc.AsyncIterator[_decode_pb2.SubscribeResponse]]:
+        """What Decode calls generate, in one stream for all of them: a message a step, not one a step and call. The first
+        message is empty: from then on calls may name the stream. It goes on until its caller ends it, or the worker,
+        drained, has no call left. Its end ends its calls.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -38,7 +38,7 @@ class WatchResponse(_message.Message):
     def __init__(self, incarnation: _Optional[bytes] = ..., sequence: _Optional[int] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("role", "layout", "model", "max_num_seqs", "max_model_tokens", "load", "cached_hashes", "draining", "chunk_tokens")
+    __slots__ = ("role", "layout", "model", "max_num_seqs", "max_model_tokens", "load", "cached_hashes", "draining", "chunk_tokens", "subscriptions")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class Snapshot(_message.Message):
     CACHED_HASHES_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUBSCRIPTIONS_FIELD_NUMBER: _ClassVar[int]
     role: WorkerRole
     layout: _types_pb2.PageLayout
     model: str
@@ -57,7 +58,8 @@ class Snapshot(_message.Message):
     cached_hashes: bytes
     draining: bool
     chunk_tokens: int
-    def __init__(self, role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., model: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_tokens: _Optional[int] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., cached_hashes: _Optional[bytes] = ..., draining: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    subscriptions: bool
+    def __init__(self, role: _Optional[_Union[WorkerRole, str]] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., model: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_tokens: _Optional[int] = ..., load: _Optional[_Union[_inference_pb2.WorkerLoad, _Mapping]] = ..., cached_hashes: _Optional[bytes] = ..., draining: _Optional[bool] = ..., chunk_tokens: _Optional[int] = ..., subscriptions: _Optional[bool] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("stored", "removed")

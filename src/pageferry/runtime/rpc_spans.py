@@ -12,6 +12,7 @@ PUSH_SPAN = "kv.push"
 _INFERENCE = "pageferry.v1.InferenceService/"
 _UNTRACED = {
     "pageferry.v1.WorkerService/Watch",
+    "pageferry.v1.DecodeService/Subscribe",
     "opentelemetry.proto.collector.trace.v1.TraceService/Export",
     *(_INFERENCE + name for name in ("Tokenize", "ListModels", "GetStatus", "GetTrace")),
 }

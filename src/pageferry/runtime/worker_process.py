@@ -29,7 +29,7 @@ from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
 from pageferry.runtime.work_calls import WorkCalls, loading
 from pageferry.runtime.worker_hub import WorkerHub
-from pageferry.v1.worker_pb2 import Snapshot, WorkerRole
+from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE, Snapshot, WorkerRole
 from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
 INCARNATION_BYTES = 16
@@ -129,6 +129,7 @@ class WorkerMain(ABC, Generic[Worker]):
             max_num_seqs=scheduler.max_num_seqs,
             max_model_tokens=limits.max_model_tokens,
             chunk_tokens=self.chunk_tokens(parts.config),
+            subscriptions=self.role == WORKER_ROLE_DECODE,
         )
         self.ready, self._publisher = worker, parts.publisher
         return worker.engine
@@ -139,6 +140,9 @@ class WorkerMain(ABC, Generic[Worker]):
             raise loading()
         self._snapshot.load.CopyFrom(self._publisher.hub.load)
         return self._snapshot
+
+    async def drained(self) -> None:
+        """End what the calls that bring work have left; the last of them is over."""
 
     async def close(self) -> None:
         """After the server's end, whether or not `load` is done."""
@@ -178,7 +182,9 @@ async def _serve(
 ) -> None:
     async def drain(grace_s: float | None) -> int:
         publisher.hub.publish_draining()
-        return await server.drain(config.server.drain_grace_s if grace_s is None else grace_s)
+        num_ended = await server.drain(config.server.drain_grace_s if grace_s is None else grace_s)
+        await main.drained()
+        return num_ended
 
     incarnation = secrets.token_bytes(INCARNATION_BYTES)
     publisher = Publisher(WorkerHub(incarnation, main.snapshot, drain), WorkerMetrics())

@@ -1,0 +1,81 @@
+"""One live Decode call, as the event loop sees it: what it has generated, and what its reader has not been told."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from pageferry.core.errors import PageferryError
+from pageferry.core.plan import Emitted
+from pageferry.core.sequence import Sequence
+from pageferry.decode_svc.step import Completed, Figures
+from pageferry.runtime.convert import finish_to_proto, token_to_proto
+from pageferry.v1 import decode_pb2 as pb
+
+
+class Subscription(Protocol):
+    """The stream that tells of this call and others."""
+
+    def mark(self, call: "Call") -> None: ...
+    def leave(self, call: "Call") -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Its tokens gather while their reader is slow: at most as many as it may generate."""
+
+    sequence: Sequence
+    is_pushed: bool
+    number: int = 0  # what the subscription calls it
+    subscription: Subscription | None = None  # None: the call's own stream tells all
+    parent: Context = field(default_factory=otel_context.get_current)
+    tokens: list[Emitted] = field(default_factory=list)  # not told yet
+    num_emitted: int = 0
+    end: Completed | PageferryError | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to do for the call's own stream
+
+    def take_token(self, emitted: Emitted) -> None:
+        self.tokens.append(emitted)
+        self.num_emitted += 1
+        if self.subscription is None:
+            self.changed.set()
+        else:
+            self.subscription.mark(self)
+
+    def take_end(self, end: Completed | PageferryError) -> None:
+        self.end = end
+        self.changed.set()
+        if self.subscription is not None:
+            self.subscription.mark(self)
+
+    def news(self) -> pb.CallEvents:
+        """What was not told yet."""
+        want_logprobs = self.sequence.work.sampling.num_logprobs is not None
+        told, self.tokens = self.tokens, []
+        events = pb.CallEvents(
+            call=self.number, tokens=[token_to_proto(item.position, item.token, want_logprobs) for item in told]
+        )
+        if isinstance(self.end, Completed):
+            events.completed.CopyFrom(_completed(self.end, is_pushed=self.is_pushed))
+        events.failed = isinstance(self.end, PageferryError)
+        return events
+
+
+def first_own_ms(figures: Figures) -> float:
+    """From when it could run to the first token drawn here."""
+    return 0.0 if figures.first_own is None else (figures.first_own - figures.ready) * 1000
+
+
+def _completed(end: Completed, *, is_pushed: bool) -> pb.Completed:
+    figures = end.figures
+    return pb.Completed(
+        reason=finish_to_proto(end.reason),
+        queue_ms=0.0 if figures.first_step is None else (figures.first_step - figures.ready) * 1000,
+        prefill_ms=0.0 if is_pushed else first_own_ms(figures),
+        steps=figures.num_steps,
+        preemptions=figures.num_preemptions,
+        cached_tokens=figures.num_cached,
+        first_step_ms=first_own_ms(figures) if is_pushed else 0.0,
+    )
