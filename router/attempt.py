@@ -18,6 +18,7 @@ from pageferry.router.failures import (
     means_broken,
     means_no_room,
 )
+from pageferry.router.feed import FedCall
 from pageferry.router.merged_calls import Item, MergedCalls
 from pageferry.router.policy import Source
 from pageferry.router.request_span import Timeline
@@ -60,9 +61,8 @@ class Attempt:
         self._patience_s: float | None = None  # for the next message
         self._began = time.monotonic()
         self._brings_first_token = timeline.first_token is None  # else its prefill is no part of the time to it
-        self._reserved = False
-        self._first_token_seen = False
-        self._shipped = False
+        self._fed: FedCall | None = None  # the decode call, where its worker's feed is live
+        self._reserved = self._first_token_seen = self._shipped = False
         self._num_decoded = 0
         self._failure: PageferryError | None = None  # of one worker, while the other's word is waited for
 
@@ -83,6 +83,8 @@ class Attempt:
                 elif tokens := self._take(item):
                     yield tokens
         finally:
+            if self._fed is not None:
+                self._decode.feed.leave(self._fed)
             await self._calls.close()
             self._grant.release()
 
@@ -91,12 +93,15 @@ class Attempt:
         self._calls.interrupt(error)
 
     def _call_decode(self) -> None:
-        is_local = self._source is Source.LOCAL
-        source = decode_pb2.PROMPT_SOURCE_LOCAL if is_local else decode_pb2.PROMPT_SOURCE_PUSHED
+        source = decode_pb2.PROMPT_SOURCE_LOCAL if self._source is Source.LOCAL else decode_pb2.PROMPT_SOURCE_PUSHED
         request = decode_pb2.DecodeRequest(work=self._work, source=source)
+        self._fed = self._decode.feed.join(lambda events: self._calls.put(Role.DECODE, events))
+        if self._fed is not None:
+            request.subscription, request.call = self._fed.subscription, self._fed.number
         self._open.add(Role.DECODE)
         with self._in_context():
-            self._calls.add(Role.DECODE, self._decode.decode.Decode(request, timeout=self._timeout_s))
+            call = self._decode.decode.Decode(request, timeout=self._timeout_s)
+        self._calls.add(Role.DECODE, call, self._fed.own_messages(call) if self._fed is not None else None)
 
     def _call_prefill(self, target: prefill_pb2.HandoffTarget | None) -> None:
         request = prefill_pb2.PrefillRequest(work=self._work, target=target)
@@ -120,11 +125,13 @@ class Attempt:
             if not self.finish:
                 self._on_prefill_end(item.error) if item.name is Role.PREFILL else self._on_decode_end(item.error)
             return ()
+        if isinstance(item.message, decode_pb2.CallEvents):
+            return self._on_feed(item.message)
         match item.message.WhichOneof("event"):
             case "reserved":
                 self._on_reserved(item.message.reserved)
             case "tokens":
-                return self._on_tokens(item.message.tokens)
+                return self._on_tokens(item.message.tokens.tokens)
             case "completed":
                 self._on_completed(item.message.completed)
             case "accepted":
@@ -135,6 +142,12 @@ class Attempt:
             case "shipped":
                 self._on_shipped(item.message.shipped)
         return ()
+
+    def _on_feed(self, events: decode_pb2.CallEvents) -> Tokens:
+        tokens = self._on_tokens(events.tokens) if events.tokens else ()
+        if events.HasField("completed"):
+            self._on_completed(events.completed)
+        return tokens
 
     def _on_reserved(self, reserved: decode_pb2.Reserved) -> None:
         self._reserved = True
@@ -157,11 +170,11 @@ class Attempt:
             )
         )
 
-    def _on_tokens(self, tokens: decode_pb2.Tokens) -> Tokens:
-        # The commit has come through, whatever became of the prefill worker.
-        self._failure, self._patience_s = None, None
-        self._num_decoded += len(tokens.tokens)
-        return list(tokens.tokens)
+    def _on_tokens(self, tokens: Tokens) -> Tokens:
+        self._num_decoded += len(tokens)
+        if self._failure is not None:  # the commit has come through, whatever became of the prefill worker
+            self._failure, self._patience_s = None, None
+        return tokens
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> Tokens:
         self._first_token_seen = True

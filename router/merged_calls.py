@@ -1,11 +1,13 @@
 """Several server streams read as one, in the order in which their messages arrive."""
 
 import asyncio
-from contextlib import suppress
+from collections import deque
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.errors import from_rpc_error
@@ -27,31 +29,52 @@ class MergedCalls(Generic[_Name]):
     """The caller owes `close`, which ends every call whatever its state."""
 
     def __init__(self) -> None:
-        self._items: asyncio.Queue[Item[_Name] | None] = asyncio.Queue(_MAX_UNREAD)
+        self._items: deque[Item[_Name]] = deque()
+        self._changed = asyncio.Event()  # there is an item, or an interruption
+        self._room = asyncio.Event()
         self._calls: list[grpc.aio.UnaryStreamCall[Any, Any]] = []
         self._readers: list[asyncio.Task[None]] = []
         self._interruption: PageferryError | None = None
 
-    def add(self, name: _Name, call: "grpc.aio.UnaryStreamCall[Any, Any]") -> None:
+    def add(
+        self,
+        name: _Name,
+        call: "grpc.aio.UnaryStreamCall[Any, Any]",
+        messages: AsyncIterator[Message] | None = None,
+    ) -> None:
+        """`messages` are read instead of the call's own."""
         self._calls.append(call)
-        self._readers.append(asyncio.create_task(self._read(name, call)))
+        self._readers.append(asyncio.create_task(self._read(name, messages or aiter(call))))
+
+    def put(self, name: _Name, message: Message) -> None:
+        """Take a message that did not come on the call's own stream.
+
+        Where the last item is an unread one of its kind, it is merged into that: a reader that is slow gets few.
+        """
+        last = self._items[-1] if self._items else None
+        if last is not None and last.name == name and type(last.message) is type(message):
+            last.message.MergeFrom(message)
+        else:
+            self._put(Item(name, message))
 
     async def get(self, timeout_s: float | None) -> Item[_Name] | None:
         """The next item; None where none came in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                item = await self._items.get()
-        except TimeoutError:
+        if timeout_s is None:
+            await self._changed.wait()
+        elif not await _is_set(self._changed, timeout_s):
             return None
         if self._interruption is not None:
             raise self._interruption
+        item = self._items.popleft()
+        if not self._items:
+            self._changed.clear()
+        self._room.set()
         return item
 
     def interrupt(self, error: PageferryError) -> None:
         """Make `get` raise the error from now on."""
         self._interruption = error
-        with suppress(asyncio.QueueFull):  # if it is full, nobody waits for an item
-            self._items.put_nowait(None)
+        self._changed.set()
 
     async def close(self) -> None:
         # Ending an iteration does not end its call.
@@ -61,11 +84,27 @@ class MergedCalls(Generic[_Name]):
             reader.cancel()
         await asyncio.gather(*self._readers, return_exceptions=True)
 
-    async def _read(self, name: _Name, call: "grpc.aio.UnaryStreamCall[Any, Any]") -> None:
+    def _put(self, item: Item[_Name]) -> None:
+        self._items.append(item)
+        self._changed.set()
+
+    async def _read(self, name: _Name, messages: AsyncIterator[Message]) -> None:
         end: Item[_Name] = Item(name)
         try:
-            async for message in call:
-                await self._items.put(Item(name, message))
+            async for message in messages:
+                self._put(Item(name, message))
+                while len(self._items) >= _MAX_UNREAD:
+                    self._room.clear()
+                    await self._room.wait()
         except grpc.aio.AioRpcError as error:
             end = Item(name, error=from_rpc_error(error))
-        await self._items.put(end)
+        self._put(end)
+
+
+async def _is_set(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether it is, or becomes, in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    except TimeoutError:
+        return False

@@ -119,6 +119,11 @@ class WorkerView:
         return num_pages * self.layout.page_size
 
     @property
+    def has_subscriptions(self) -> bool:
+        """Whether what all calls to it generate can come in one stream."""
+        return self.snapshot is not None and self.snapshot.subscriptions
+
+    @property
     def num_cached_pages(self) -> int:
         return len(self._cached)
 

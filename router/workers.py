@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from pageferry.core.errors import InvalidArgumentError
+from pageferry.router.feed import Feed
 from pageferry.router.view import WatchGapError, WorkerView
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.errors import from_rpc_error
@@ -51,6 +52,7 @@ class Worker:
         self.misfit = ""  # why it can't work with any worker of the other role; set by the fleet
         self.prefill: PrefillServiceAsyncStub = PrefillServiceStub(channel)
         self.decode: DecodeServiceAsyncStub = DecodeServiceStub(channel)
+        self.feed = Feed(self.decode.Subscribe)
         self._watcher: WorkerServiceAsyncStub = WorkerServiceStub(channel)
         self._channel = channel
         self._model = model
@@ -139,6 +141,8 @@ class Worker:
                     return
                 self.view.apply(message)  # type: ignore[arg-type]
                 self._set_link(WorkerState.READY, "")
+                if self.view.has_subscriptions:
+                    self.feed.open()
                 on_change()
         finally:
             call.cancel()
@@ -150,4 +154,5 @@ class Worker:
         self._link, self._link_reason = link, reason
 
     async def close(self) -> None:
+        await self.feed.close()
         await self._channel.close()

@@ -39,10 +39,10 @@ def ask(num_prompt: int = 40, max_tokens: int | None = 5, **fields: object) -> p
 Make = Callable[..., Rig]
 
 
-@pytest.fixture
-def rig(tiny_model: Path) -> Make:
+@pytest.fixture(params=[True, False], ids=["feed", "calls"])
+def rig(tiny_model: Path, request: pytest.FixtureRequest) -> Make:
     def make(tokens: list[int] = TOKENS, **options: object) -> Rig:
-        return Rig(str(tiny_model), Script(tokens), **options)
+        return Rig(str(tiny_model), Script(tokens), **{"subscriptions": request.param} | options)
 
     return make
 
@@ -340,7 +340,7 @@ async def test_a_gap_in_the_positions_is_an_error(rig: Make) -> None:
 
 
 async def test_a_stream_that_ends_without_a_result_is_an_error(rig: Make) -> None:
-    async with rig(num_prefill=0) as router:
+    async with rig(num_prefill=0, subscriptions=False) as router:
 
         async def nothing(request: decode_pb2.DecodeRequest) -> AsyncIterator[decode_pb2.DecodeResponse]:
             yield decode_pb2.DecodeResponse(reserved=decode_pb2.Reserved())

@@ -25,6 +25,7 @@ from pageferry.core.model_files import load_config_of, resolve_model
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.tokenizer import load_tokenizer
+from pageferry.router.workers import Role
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.metrics import RouterMetrics
@@ -183,11 +184,48 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
         self.fail_at: dict[int, PageferryError] = {}  # instead of the token at a position
         self.pause_at: dict[int, asyncio.Event] = {}  # before the token at a position
         self.batch = 1  # tokens a message
+        self.snapshot.subscriptions = rig.subscriptions
+        self.feeds: dict[bytes, asyncio.Queue[decode_pb2.CallEvents | None]] = {}  # None ends one
+        self.num_fed = 0  # events told in them
+        self.feed = asyncio.Event()  # they are told when it is set
+        self.feed.set()
+        self.feed_failure: PageferryError | None = None  # then, instead
+
+    async def Subscribe(self, request: decode_pb2.SubscribeRequest, context: Any) -> AsyncIterator[Any]:
+        feed = self.feeds[request.subscription] = asyncio.Queue()
+        try:
+            yield decode_pb2.SubscribeResponse()
+            while (events := await feed.get()) is not None:
+                await self.feed.wait()
+                if self.feed_failure is not None:
+                    raise self.feed_failure
+                self.num_fed += 1
+                yield decode_pb2.SubscribeResponse(calls=[events])
+        finally:
+            del self.feeds[request.subscription]
 
     async def Decode(self, request: decode_pb2.DecodeRequest, context: Any) -> AsyncIterator[Any]:
         self.sources.append(request.source)
-        async for event in self._tracked(request.work, self._decode(request)):
-            yield event
+        feed = self.feeds.get(request.subscription)
+
+        def tell(tokens: Sequence[types.GeneratedToken] = (), **end: Any) -> None:
+            assert feed is not None
+            feed.put_nowait(decode_pb2.CallEvents(call=request.call, tokens=tokens, **end))
+
+        try:
+            async for event in self._tracked(request.work, self._decode(request)):
+                if event.HasField("reserved"):
+                    event.reserved.subscribed = feed is not None
+                if feed is None or event.HasField("reserved"):
+                    yield event
+                elif event.HasField("completed"):
+                    tell(completed=event.completed)
+                else:
+                    tell(event.tokens.tokens)
+        except PageferryError:
+            if feed is not None:
+                tell(failed=True)
+            raise
 
     async def _decode(self, request: decode_pb2.DecodeRequest) -> AsyncIterator[decode_pb2.DecodeResponse]:
         work = request.work
@@ -215,6 +253,8 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
                 await self.pause_at[position].wait()
             if position in self.fail_at:
                 raise self.fail_at[position]
+            if position == len(self.script.token_ids):
+                await asyncio.Event().wait()  # the model thinks
             batch.append(self.script.token(position))
             reason = self.script.reason(position, work.stop)
             position += 1
@@ -237,6 +277,7 @@ class Rig:
     config: Config = field(default_factory=Config)
     prefill_layout: CacheLayout = LAYOUT
     wait_ready: bool = True
+    subscriptions: bool = True  # decode workers tell of all calls in one stream
     tickets: dict[bytes, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
@@ -271,6 +312,8 @@ class Rig:
         self.fleet.start()
         if self.wait_ready:
             await self.until(lambda: all(worker.is_ready for worker in self.fleet.workers))
+            if self.subscriptions:
+                await eventually(lambda: all(worker.feed.is_live for worker in self.fleet.of(Role.DECODE)))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -339,6 +382,7 @@ class Rig:
         assert (status.queued, status.running) == (0, 0)
         for worker in self.fleet.workers:
             assert not worker.view.uncounted
+            assert worker.feed.num_calls == 0
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,136 @@
+"""Tokens in one stream for all calls: what is told, in which order, and what happens when the stream breaks."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from answer import Answer
+from fake_workers import Rig, Script, eventually
+
+from pageferry.core.errors import InternalError, UnavailableError
+from pageferry.router import feed
+from pageferry.router.merged_calls import MergedCalls
+from pageferry.v1 import decode_pb2, inference_pb2 as pb, types_pb2 as types
+
+TOKENS = [*range(100, 180)]
+
+
+def ask(max_tokens: int = 5, **fields: object) -> pb.GenerateRequest:
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40), **fields)
+    request.stop.max_tokens = max_tokens
+    return request
+
+
+@pytest.fixture
+async def router(tiny_model: Path) -> AsyncIterator[Rig]:
+    async with Rig(str(tiny_model), Script(TOKENS)) as router:
+        yield router
+        await router.check_idle()
+
+
+async def test_one_stream_tells_of_all_calls(router: Rig) -> None:
+    answers = await asyncio.gather(*(router.generate(ask(number)) for number in range(2, 8)))
+    assert [answer.token_ids for answer in answers] == [TOKENS[:number] for number in range(2, 8)]
+    assert all(answer.finished.timings.decode_queue_ms == 0.5 for answer in answers)
+    assert len(router.decode.feeds) == 1
+    assert router.decode.num_fed == sum(range(2, 8)) + 6  # each token, each end
+
+
+async def test_the_end_of_a_call_may_come_before_what_it_generated(router: Rig) -> None:
+    router.decode.feed.clear()
+    answer = asyncio.create_task(router.generate(ask()))
+    await eventually(lambda: router.decode.num_live == 1)
+    await router.decode.wait_idle()
+    assert not answer.done()
+    router.decode.feed.set()
+    assert (await answer).token_ids == TOKENS[:5]
+
+
+async def test_a_reader_that_is_slow_gets_few_messages_and_holds_nobody_up(router: Rig) -> None:
+    async with asyncio.timeout(5):
+        slow = router.stream(ask(70))
+        answer = Answer()
+        answer.take(await anext(slow))
+        answer.take(await anext(slow))  # from here on it does not read
+        await router.decode.wait_idle()
+        assert (await router.generate(ask(30))).token_ids == TOKENS[:30]
+        num_before = len(answer.positions)
+        num_messages = 0
+        async for event in slow:
+            answer.take(event)
+            num_messages += event.HasField("delta")
+    assert answer.token_ids == TOKENS[:70]
+    assert num_before <= 2
+    assert num_messages <= 3  # the push's end comes between tokens
+
+
+async def test_a_call_that_fails_fails_after_its_last_tokens(router: Rig) -> None:
+    router.decode.feed.clear()
+    router.decode.fail_at = {4: InternalError("no luck")}
+    answer = Answer()
+    stream = router.stream(ask())
+    for _ in range(2):
+        answer.take(await anext(stream))
+    await router.decode.wait_idle()
+    router.decode.feed.set()
+    with pytest.raises(InternalError, match="no luck"):
+        async for event in stream:
+            answer.take(event)
+    assert answer.token_ids == TOKENS[:4]
+
+
+@pytest.mark.parametrize("breaks", [True, False])
+async def test_where_an_end_is_not_told_the_request_fails(
+    router: Rig, monkeypatch: pytest.MonkeyPatch, breaks: bool
+) -> None:
+    monkeypatch.setattr(feed, "_PATIENCE_S", 60 if breaks else 0.01)
+    router.decode.feed.clear()
+    answer = asyncio.create_task(router.generate(ask()))
+    await eventually(lambda: router.decode.num_live == 1)
+    await router.decode.wait_idle()
+    if breaks:
+        router.decode.feed_failure = UnavailableError("broken")
+        router.decode.feed.set()
+    with pytest.raises(InternalError, match="ended its stream without a result"):
+        await answer
+    router.decode.feed.set()
+
+
+async def test_after_a_stream_that_ended_the_next_call_begins_another(router: Rig) -> None:
+    await router.generate(ask())
+    (name,) = router.decode.feeds
+    router.decode.feeds[name].put_nowait(None)
+    await eventually(lambda: not router.decode.feeds)
+    async with asyncio.timeout(5):
+        while not router.decode.feeds:  # at the next word of the worker, and a call's end is one
+            assert (await router.generate(ask())).token_ids == TOKENS[:5]
+    assert name not in router.decode.feeds
+
+
+async def test_a_worker_that_has_lost_the_subscription_tells_in_the_call(router: Rig) -> None:
+    await router.generate(ask())
+    num_fed = router.decode.num_fed
+    router.decode.feeds = {key + b"?": feed for key, feed in router.decode.feeds.items()}
+    assert (await router.generate(ask())).token_ids == TOKENS[:5]
+    assert router.decode.num_fed == num_fed
+
+
+async def test_unread_messages_of_a_kind_are_merged() -> None:
+    calls: MergedCalls[str] = MergedCalls()
+
+    def put(name: str, position: int, completed: decode_pb2.Completed | None = None) -> None:
+        tokens = [types.GeneratedToken(position=position)]
+        calls.put(name, decode_pb2.CallEvents(tokens=tokens, completed=completed))
+
+    put("one", 0)
+    put("one", 1)
+    put("two", 7)
+    put("one", 2)
+    put("one", 3, decode_pb2.Completed(steps=4))
+    items = [await calls.get(None) for _ in range(3)]
+    told = [(item.name, [token.position for token in item.message.tokens]) for item in items if item is not None]
+    assert told == [("one", [0, 1]), ("two", [7]), ("one", [2, 3])]
+    assert items[-1] is not None
+    assert items[-1].message.completed.steps == 4
+    assert await calls.get(0.001) is None
