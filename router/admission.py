@@ -156,8 +156,8 @@ class Admission:
             )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        wrong = next((id_ for id_ in ids if not 0 <= id_ < self._vocab_size), None)
-        if wrong is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            wrong = next(id_ for id_ in ids if not 0 <= id_ < self._vocab_size)
             raise invalid(field, wrong, f"must be token ids from 0 to {self._vocab_size - 1}")
 
     def _stop(self, stop: StopConditions, num_prompt: int) -> StopParams:
