@@ -1,6 +1,5 @@
 """`python -m pageferry.decode_svc --config FILE`: receives pages and generates by continuous batching."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -72,4 +71,4 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
 
 
 if __name__ == "__main__":
-    sys.exit(DecodeMain.run())
+    DecodeMain.run()

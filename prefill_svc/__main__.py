@@ -1,6 +1,5 @@
 """`python -m pageferry.prefill_svc --config FILE`: computes prompts and ships their pages."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -52,4 +51,4 @@ class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
 
 
 if __name__ == "__main__":
-    sys.exit(PrefillMain.run())
+    PrefillMain.run()

@@ -1,7 +1,6 @@
 """`python -m pageferry.router --config FILE`: watches the workers, and serves gRPC and, with an http_port, HTTP."""
 
 import asyncio
-import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -18,7 +17,7 @@ from pageferry.router.tokenizer import load_tokenizer
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import RouterMetrics
-from pageferry.runtime.process import run_service
+from pageferry.runtime.process import lasting_objects, run_service
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
 from pageferry.runtime.trace_store import TraceReceiver, TraceStore
@@ -46,7 +45,8 @@ async def main(config: Config, stop: asyncio.Event) -> int:
 
 async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry) -> None:
     files = resolve_model(config.engine.model)
-    tokenizer = load_tokenizer(files)
+    with lasting_objects():
+        tokenizer = load_tokenizer(files)
     if tokenizer.template.problem:
         log("no_chat_template", level="warning", problem=tokenizer.template.problem)
     fleet = Fleet(
@@ -113,4 +113,4 @@ async def _follow_readiness(server: GrpcServer, frontend: Frontend, fleet: Fleet
 
 
 if __name__ == "__main__":
-    sys.exit(run_service(main, name="router"))
+    run_service(main, name="router")

@@ -1,5 +1,6 @@
 """A service's process from outside: arguments, signals, one line for an error, and its end."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from pageferry.runtime.process import lasting_objects
+
 SERVICE = """
-import asyncio, sys
+import asyncio, atexit, sys
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.runtime.process import ENGINE_OPTIONS, run_service
 
@@ -25,6 +28,11 @@ async def tell(config, stop):
     print(config.engine.page_format, config.engine.cache_layers, config.engine.device)
     return 0
 
+async def leave(config, stop):
+    atexit.register(print, "taken apart")
+    print("flushed")
+    return 0
+
 async def ignore(config, stop):
     print("ready", flush=True)
     await asyncio.Event().wait()
@@ -35,7 +43,7 @@ async def refuse(config, stop):
 async def crash(config, stop):
     raise KeyError("rope_theta")
 
-sys.exit(run_service(globals()[sys.argv[1]], name="test", arguments=sys.argv[2:], engine_options=ENGINE_OPTIONS))
+run_service(globals()[sys.argv[1]], name="test", arguments=sys.argv[2:], engine_options=ENGINE_OPTIONS)
 """
 
 
@@ -86,6 +94,25 @@ def test_a_worker_has_options_for_its_pages_and_its_device() -> None:
     done = run("tell", "--device", "gpu")
     assert "engine.device is 'gpu', must be cpu, or cuda:N" in done.stderr
     assert done.returncode == 1
+
+
+def test_the_end_flushes_what_was_printed_and_takes_nothing_apart() -> None:
+    done = run("leave")
+    assert (done.returncode, done.stdout) == (0, "flushed\n")
+
+
+def test_lasting_objects_are_never_searched_for_garbage() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        with lasting_objects():
+            assert not gc.isenabled()
+            lasting: list[object] = []
+            lasting.append(lasting)
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > frozen
+        assert all(item is not lasting for item in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_an_error_is_one_line() -> None:

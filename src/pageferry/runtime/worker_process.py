@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from opentelemetry.trace import Tracer
 
@@ -23,7 +23,7 @@ from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.engine_thread import EngineThread, call_on_loop
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import WorkerMetrics
-from pageferry.runtime.process import ENGINE_OPTIONS, run_service
+from pageferry.runtime.process import ENGINE_OPTIONS, lasting_objects, run_service
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
@@ -114,13 +114,14 @@ class WorkerMain(ABC, Generic[Worker]):
     async def load(self, parts: WorkerParts) -> EngineThread[Any]:
         """Load the model, warm up, and let the services serve."""
         scheduler = parts.config.scheduler
-        engine = await in_background(lambda: self.load_engine(parts.config, lambda text: log("loading", progress=text)))
+        with lasting_objects():
+            engine = await in_background(lambda: self.load_engine(parts.config, _log_progress))
         log("memory", pages=engine.num_pages, tails=engine.num_tails, bytes=engine.memory_report)
         limits = ModelLimits(engine.model_config.vocab_size, engine.model_config.max_positions)
         pools = PagePools(engine.layout, engine.num_pages, engine.num_tails)
         self._loaded = worker = self.join(engine, pools, limits, parts)
         worker.start()
-        log("loading", progress="warming up")
+        _log_progress("warming up")
         await worker.engine.call(engine.warm_up)
         self._snapshot = Snapshot(
             role=self.role,
@@ -150,9 +151,9 @@ class WorkerMain(ABC, Generic[Worker]):
             await self._loaded.stop()
 
     @classmethod
-    def run(cls) -> int:
-        """The process's main function; its exit code."""
-        return run_service(
+    def run(cls) -> NoReturn:
+        """The process's main function."""
+        run_service(
             lambda config, stop: serve_worker(config, stop, cls()), name=cls.name, engine_options=ENGINE_OPTIONS
         )
 
@@ -218,6 +219,10 @@ async def _until_over(
         await drain(_FAILED_CALLS_S)
         raise InternalError(f"the engine failed: {type(failure).__name__}: {failure}", reason="ENGINE_FAILED")
     await drain(None)
+
+
+def _log_progress(text: str) -> None:
+    log("loading", progress=text)
 
 
 def advertised_host(server: ServerConfig) -> str:
