@@ -52,27 +52,29 @@ class PackedMatrix:
 def pack(data: NDArray[np.uint8], kind: GgufType, bias: Tensor | None = None) -> PackedMatrix:
     """Of a matrix's blocks as they are in the file, [out, in / 32, bytes of a block]."""
     rows, groups, _ = data.shape
-    tiles = -(-rows // _TILE)
-    padded = np.zeros((tiles * _TILE, *data.shape[1:]), np.uint8)
-    padded[:rows] = data
-    parts = [_lanes(padded[..., :2])]
+    if rows % _TILE:
+        data = np.concatenate((data, np.zeros((-rows % _TILE, *data.shape[1:]), np.uint8)))
     if kind is GgufType.Q8_0:
-        parts.append(_lanes(padded[..., 2:] ^ 0x80))
+        parts = data[..., :2], data[..., 2:] ^ 0x80
     elif kind is GgufType.Q4_1:
-        parts += [_lanes(padded[..., 2:4]), _lanes(padded[..., 4:])]
+        parts = data[..., :2], data[..., 2:4], data[..., 4:]
     else:
-        minimum = padded[..., :2].copy().view(np.float16) * np.float16(-8)
-        parts += [_lanes(minimum.view(np.uint8)), _lanes(padded[..., 2:])]
-    blocks = torch.from_numpy(np.concatenate(parts, axis=2))
-    return PackedMatrix(blocks, bias, _Q8 if kind is GgufType.Q8_0 else _Q4, rows, groups * _GROUP)
+        minimum = data[..., :2].copy().view(np.float16) * np.float16(-8)
+        parts = data[..., :2], minimum.view(np.uint8), data[..., 2:]
+    blocks = np.empty((len(data) // _TILE, groups, _TILE * sum(part.shape[2] for part in parts)), np.uint8)
+    start = 0
+    for part in parts:
+        end = start + _TILE * part.shape[2]
+        _set_lanes(blocks[..., start:end], part)
+        start = end
+    return PackedMatrix(torch.from_numpy(blocks), bias, _Q8 if kind is GgufType.Q8_0 else _Q4, rows, groups * _GROUP)
 
 
-def _lanes(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """[rows, groups, bytes] to [rows / 16, groups, bytes * 16]: of 16 rows four bytes each in turn, or two of two."""
-    rows, groups, num_bytes = data.shape
-    piece = min(4, num_bytes)
-    split = data.reshape(rows // _TILE, _TILE, groups, num_bytes // piece, piece)
-    return np.ascontiguousarray(split.transpose(0, 2, 3, 1, 4)).reshape(rows // _TILE, groups, num_bytes * _TILE)
+def _set_lanes(lanes: NDArray[np.uint8], data: NDArray[np.uint8]) -> None:
+    """[rows / 16, groups, bytes * 16] of [rows, groups, bytes]: of 16 rows four bytes each in turn, or two of two."""
+    words = np.ascontiguousarray(data).view(np.uint32 if data.shape[2] % 4 == 0 else np.uint16)
+    tiles = words.reshape(len(lanes), _TILE, *words.shape[1:])
+    lanes.view(words.dtype).reshape(*lanes.shape[:2], -1, _TILE)[...] = tiles.transpose(0, 2, 3, 1)
 
 
 def quantised_linear(kernels: CpuKernels, x: Tensor, matrix: PackedMatrix) -> Tensor:

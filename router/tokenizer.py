@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import Tokenizer as Encoder
 
 from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, map_gguf, naming, read_json
 from pageferry.router.chat_template import ChatTemplate
 from pageferry.router.gguf_tokenizer import GgufVocabulary
@@ -71,7 +72,7 @@ def _from_gguf(files: ModelFiles) -> Tokenizer:
     return Tokenizer(
         vocabulary.build(),
         template=ChatTemplate(template if isinstance(template, str) else None, special_tokens),
-        eos_ids=load_config_of(files).eos_ids,
+        eos_ids=ModelConfig.from_gguf(file, files.name).eos_ids,
         bos_id=vocabulary.get("bos_token_id") if vocabulary.adds_bos else None,
     )
 

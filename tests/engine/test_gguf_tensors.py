@@ -14,7 +14,8 @@ from tiny_model import VOCAB_SIZE
 
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.gguf import GgufType
-from pageferry.engine.gguf_tensors import dequantise
+from pageferry.core.model_files import ModelFiles, load_config_of
+from pageferry.engine.gguf_tensors import GgufTensors, dequantise
 
 
 def f16(data: bytes) -> float:
@@ -100,3 +101,13 @@ def test_a_file_cut_short_is_refused_by_its_name(tiny_model: Path, tmp_path: Pat
         path.write_bytes(data[:length])
         with pytest.raises(InvalidArgumentError, match=r"cut\.gguf: model file"):
             load(path)
+
+
+def test_a_file_that_is_closed_while_an_error_holds_some_of_it_stays_readable(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(write_gguf(METADATA, gguf_tensors(tiny_model, GgufType.Q8_0)))
+    tensors = GgufTensors(path, load_config_of(ModelFiles("tiny", "gguf", path)))
+    held = tensors.load_blocks("model.embed_tokens.weight")
+    before = held.copy()
+    tensors.close()
+    assert np.array_equal(held, before)

@@ -161,7 +161,25 @@ class _Cursor:
             # The count is checked against the buffer before anything of its size is built.
             data = self.take(count * struct.calcsize("<" + _SCALARS[kind]), key)
             return list(struct.unpack(f"<{count}{_SCALARS[kind]}", data))
+        if kind == _STRING:
+            return self._strings(count, key)
         return [self.value(kind, key, depth) for _ in range(count)]
+
+    def _strings(self, count: int, key: str) -> list[object]:
+        """As `string` each, at a quarter of its cost: vocabularies are most of what there is to read."""
+        view, offset, length_at, texts = self.view, self.offset, struct.Struct("<Q").unpack_from, list[object]()
+        try:
+            while len(texts) < count:
+                start = offset + 8
+                end = start + length_at(view, offset)[0]
+                if end > len(view):
+                    break
+                texts.append(str(view[start:end], "utf-8"))
+                offset = end
+        except (struct.error, UnicodeDecodeError):
+            pass
+        self.offset = offset
+        return texts if len(texts) == count else [*texts, self.string(key)]  # which says what is wrong
 
 
 def _damaged(text: str) -> InvalidArgumentError:

@@ -8,7 +8,9 @@ where byte i of a 4-bit block holds value i in its low half and value i + 16 in 
 """
 
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import map_gguf
 from pageferry.engine.tensors import FINGERPRINT_BYTES
 
+Rows = TypeVar("Rows", Tensor, NDArray[np.uint8])
 ROPE_FACTORS = "rope_freqs.weight"  # its own name: Hugging Face files have no such tensor
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -62,14 +65,16 @@ class GgufTensors:
         return self._tensors[name].num_bytes
 
     def load_blocks(self, name: str) -> NDArray[np.uint8]:
-        """A matrix as stored, in rows of blocks: [rows, blocks of a row, bytes of a block]."""
+        """A matrix as stored, in rows of blocks: [rows, blocks of a row, bytes of a block].
+
+        It may be the file itself: copy what is to be kept.
+        """
         tensor = self._tensors[name]
         values, num_bytes = tensor.type.block
         rows, columns = tensor.shape
-        data = self._bytes(tensor).reshape(rows, columns // values, num_bytes)
-        return self._ordered(name, torch.from_numpy(data.copy())).numpy()
+        return self._ordered(name, self._bytes(tensor).reshape(rows, columns // values, num_bytes))
 
-    def _ordered(self, name: str, rows: Tensor) -> Tensor:
+    def _ordered(self, name: str, rows: Rows) -> Rows:
         # llama.cpp's converter reorders the query and key rows of this architecture for its own rotary form.
         if self._config.architecture == "llama":
             if ".q_proj." in name:
@@ -82,11 +87,12 @@ class GgufTensors:
         return self._bytes(self._tensors[name])[:FINGERPRINT_BYTES].tobytes()
 
     def close(self) -> None:
-        self._buffer.close()
+        with suppress(BufferError):  # an error's traceback holds some of it, and then unmaps it
+            self._buffer.close()
 
     def _bytes(self, tensor: GgufTensor) -> NDArray[np.uint8]:
-        # A copy, so that nothing holds the mapping when it is closed.
-        return np.frombuffer(self._buffer[tensor.offset : tensor.offset + tensor.num_bytes], np.uint8)
+        """In the file."""
+        return np.frombuffer(self._buffer, np.uint8, tensor.num_bytes, tensor.offset)
 
 
 def dequantise(data: NDArray[np.uint8], kind: GgufType) -> Tensor:
@@ -108,9 +114,9 @@ def dequantise(data: NDArray[np.uint8], kind: GgufType) -> Tensor:
     return values.sub_(8).mul_(scales).view(-1)
 
 
-def _unpermute(rows: Tensor, num_heads: int) -> Tensor:
+def _unpermute(rows: Rows, num_heads: int) -> Rows:
     """Rows of each head from pairs (i, i + D/2) interleaved to halves; weights [H D, N] and biases [H D]."""
-    return rows.view(num_heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+    return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def _hf_name(name: str) -> str:

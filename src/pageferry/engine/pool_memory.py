@@ -22,7 +22,7 @@ class PoolMemory:
 
     def __init__(self, layout: PageLayout, num_pages: int) -> None:
         self.layout = layout
-        # Zeros come from the system without being written: memory is taken as pages are first used.
+        # Written here, so that the process has its size from the start, and no step waits for memory.
         self.memory = torch.zeros((num_pages, layout.page_bytes), dtype=torch.uint8)
         self._bytes = self.memory.numpy().reshape(-1).data
         self._blank = self._blank_page()
