@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # they are known to type checkers only
     from pageferry.v1.worker_pb2_grpc import WorkerServiceAsyncStub
 
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 0.2  # a worker that has loaded its model is not to wait for the router
 
 
 class Role(Enum):

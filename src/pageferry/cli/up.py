@@ -23,7 +23,7 @@ from pageferry.v1 import inference_pb2 as pb
 
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8080
-_POLL_S = 0.1
+_POLL_S = 0.05
 _PROGRESS = "progress"  # the field of a log line that is for people
 # Fields that a terminal's lines leave out; the bytes are in the progress too.
 _UNREADABLE = ("time", "level", "service", "event", "config", "bytes")
