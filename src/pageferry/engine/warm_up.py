@@ -9,7 +9,7 @@ from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import Sequence, WorkItem
 
-_BATCHES = (1, 8)
+_BATCHES = (1, 8, 32)  # the largest as many as run unless set otherwise: its memory is taken from the start
 
 
 def warm_up_plans(
