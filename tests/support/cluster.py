@@ -43,12 +43,13 @@ def pageferry(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedPro
 
 
 class Cluster:
-    """A running `pageferry up`; `lines` holds what it has printed so far."""
+    """A running `pageferry up`; `lines` holds what it has printed so far, `times` when (monotonic seconds)."""
 
     def __init__(self, *arguments: str, settings: Mapping[str, str] | None = None) -> None:
         self.port, self.http_port = free_port(), free_port()
         self.address, self.http = f"127.0.0.1:{self.port}", f"http://127.0.0.1:{self.http_port}"
         self.lines: list[str] = []
+        self.times: list[float] = []
         self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         ports = ("--port", str(self.port), "--http-port", str(self.http_port))
         self.process = subprocess.Popen(
@@ -64,6 +65,7 @@ class Cluster:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            self.times.append(time.monotonic())
             self.lines.append(line.rstrip("\n"))
             self._unread.put(self.lines[-1])
         self._unread.put(None)
