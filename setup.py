@@ -19,7 +19,7 @@ SOURCES = Path("kernels/cpu")
 # Contracted multiply-adds would make bits depend on how the compiler laid out a loop. The uninitialised variables are
 # GCC's own, in its AVX-512 header.
 FLAGS = ["-std=c++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fvisibility=hidden"]
-FLAGS += ["-fPIC", "-fno-exceptions", "-fno-rtti", "-g0"]
+FLAGS += ["-fPIC", "-fno-exceptions", "-fno-rtti", "-g0", "-pthread"]
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 ISA_FLAGS = {
     "kernels_avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -37,16 +37,10 @@ class BuildLibrary(build_ext):
     def build_extension(self, ext: Extension) -> None:
         if sys.platform == "win32":
             raise CompileError("the CPU kernels are written for GCC and Clang")
-        try:
-            self._build(ext, ["-fopenmp"])
-        except CompileError as error:
-            self.warn(f"no OpenMP ({error}): building the CPU kernels for one thread")
-            self._build(ext, [])
 
-    def _build(self, ext: Extension, threads: list[str]) -> None:
         def compile_one(source: str) -> list[str]:
             flags = ISA_FLAGS.get(Path(source).stem, []) if IS_X86 else []
-            options = [*FLAGS, *QUIET, *flags, *threads]
+            options = [*FLAGS, *QUIET, *flags]
             objects: list[str] = self.compiler.compile([source], self.build_temp, extra_postargs=options)
             return objects
 
@@ -56,7 +50,7 @@ class BuildLibrary(build_ext):
             objects = [item for result in executor.map(compile_one, ext.sources) for item in result]
         # Linked beside the target and moved over it: a process that has the old library mapped keeps it.
         linked = target.with_suffix(".new")
-        self.compiler.link_shared_object(objects, str(linked), extra_postargs=threads)
+        self.compiler.link_shared_object(objects, str(linked), extra_postargs=["-pthread"])
         shutil.move(linked, target)
 
 

@@ -1,7 +1,7 @@
 """The compiled CPU kernels in kernels/cpu, through ctypes: loading, the structures of cpu/abi.h, and calls on tensors.
 
 Calls drop the GIL, take pointers, and check nothing that their callers in the operations' own files have not checked.
-Torch is imported first, so that the library shares its OpenMP run-time and with it the threads of the calling thread.
+Each calling thread works with a crew of threads of its own, which sleep between calls.
 """
 
 import ctypes

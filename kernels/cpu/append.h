@@ -35,40 +35,42 @@ static inline void store_head(const Pages& pages, const Side& side, int64_t page
     if (side.zeros) memcpy(side.zeros + begin + 2 * vector, &factors.zero, 2);
 }
 
+static void append_row(float* heads, const Rotary& rotary, const Pages& pages, int64_t page, int position,
+                       int num_heads) {
+    int dim = pages.head_dim, kv_heads = pages.num_kv_heads, slot = position % pages.page_size;
+    const float* cos = rotary.cos + (int64_t)position * (dim / 2);
+    const float* sin = rotary.sin + (int64_t)position * (dim / 2);
+    for (int h = 0; h < num_heads + kv_heads; h++) {
+        const float* norm = h < num_heads ? rotary.q_norm : rotary.k_norm;
+        if (norm) rms_norm_row(heads + h * dim, norm, heads + h * dim, dim, rotary.eps);
+        rotate(heads + h * dim, cos, sin, dim);
+    }
+    float* stored = heads + num_heads * dim;
+    for (int h = 0; h < 2 * kv_heads; h++) {
+        if (pages.tail_bytes)
+            round_to_halves(stored + h * dim, dim);
+        else
+            store_head(pages, pages.sides[h / kv_heads], page, h % kv_heads, slot, stored + h * dim);
+    }
+}
+
 // Rows [queries | keys | values] of heads: norms and turns queries and keys in place, stores keys and values. Where
 // there are tails, keys and values are rounded to fp16 in place, and stored where they fill a page.
 static void rotate_append(Team team, float* qkv, const Rotary& rotary, const Pages& pages, const Batch& batch,
                           int num_heads) {
     int dim = pages.head_dim, kv_heads = pages.num_kv_heads, width = (num_heads + 2 * kv_heads) * dim;
     const Tables& tables = batch.tables[pages.group];
-    for (int seq = 0; seq < batch.num_seqs; seq++) {
-        const int32_t* table = tables.pages + tables.starts[seq];
-        int64_t first = larger(batch.row_starts[seq], team.begin(batch.num_rows));
-        int64_t last = smaller(batch.row_starts[seq + 1], team.end(batch.num_rows));
-        for (int64_t row = first; row < last; row++) {
-            float* heads = qkv + row * width;
-            float* stored = heads + num_heads * dim;
-            int position = batch.positions[row];
-            int64_t page = table[position / pages.page_size];
-            int slot = position % pages.page_size;
-            const float* cos = rotary.cos + (int64_t)position * (dim / 2);
-            const float* sin = rotary.sin + (int64_t)position * (dim / 2);
-            for (int h = 0; h < num_heads + kv_heads; h++) {
-                const float* norm = h < num_heads ? rotary.q_norm : rotary.k_norm;
-                if (norm) rms_norm_row(heads + h * dim, norm, heads + h * dim, dim, rotary.eps);
-                rotate(heads + h * dim, cos, sin, dim);
-            }
-            for (int h = 0; h < 2 * kv_heads; h++) {
-                if (pages.tail_bytes)
-                    round_to_halves(stored + h * dim, dim);
-                else
-                    store_head(pages, pages.sides[h / kv_heads], page, h % kv_heads, slot, stored + h * dim);
+    team.share(batch.num_rows, kRowGrain / 2, [&](int64_t begin, int64_t end, int) {
+        for (int seq = 0; seq < batch.num_seqs; seq++) {
+            const int32_t* table = tables.pages + tables.starts[seq];
+            int64_t last = smaller(batch.row_starts[seq + 1], end);
+            for (int64_t row = larger(batch.row_starts[seq], begin); row < last; row++) {
+                int position = batch.positions[row];
+                append_row(qkv + row * width, rotary, pages, table[position / pages.page_size], position, num_heads);
             }
         }
-    }
-    if (!pages.tail_bytes) return;
-    team.barrier();
-    seal_pages(team, qkv, width, pages, batch, num_heads);
+    });
+    if (pages.tail_bytes) seal_pages(team, qkv, width, pages, batch, num_heads);
 }
 
 }  // namespace pf::PF_ISA

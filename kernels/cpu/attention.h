@@ -9,6 +9,7 @@
 
 namespace pf::PF_ISA {
 
+constexpr int32_t kMergeGrain = 16;  // heads whose partial states are worth another thread
 constexpr int kAhead = 4;  // blocks that are asked for while one is computed: memory takes longer than a block does
 
 // A thread's scratch, cut up: one tile of query vectors, row after row, each with its group of heads.
@@ -74,9 +75,9 @@ static void attend_open(const Attention& a, const Tile& tile, const Pages& pages
 }
 
 static void attend_item(const Attention& a, const Pages& pages, const Batch& batch, const Work& work, const Item& item,
-                        int kv_head) {
+                        int kv_head, float* scratch) {
     int dim = pages.head_dim, group = a.num_heads / pages.num_kv_heads, vectors = item.num_rows * group;
-    Tile tile(work.scratch, vectors, dim);
+    Tile tile(scratch, vectors, dim);
     for (int v = 0; v < vectors; v++) {
         int head = kv_head * group + v % group;
         const float* query = a.query + (item.row + v / group) * a.query_stride + head * dim;
@@ -126,62 +127,56 @@ static void attend_item(const Attention& a, const Pages& pages, const Batch& bat
     }
 }
 
-// Items go to whichever thread is free; `work.next` must be 0 before the first comes.
-static void attend(const Attention& a, const Pages& pages, const Batch& batch, const Work& work) {
-    int total = work.num_items * pages.num_kv_heads;
-    for (;;) {
-        int taken = __atomic_fetch_add(work.next, 1, __ATOMIC_RELAXED);
-        if (taken >= total) return;
-        int reversed = total - 1 - taken;  // a chunk's last rows see most, and should not come last
-        attend_item(a, pages, batch, work, work.items[reversed / pages.num_kv_heads], reversed % pages.num_kv_heads);
-    }
+// Rows that were split over the sequence.
+static void merge_partials(Team team, const Attention& a, const Pages& pages, const Work& work) {
+    int dim = pages.head_dim;
+    team.share(a.num_heads, kMergeGrain, [&](int begin, int end, int rank) {
+        for (int head = begin; head < end; head++) {
+            for (int first = 0; first < work.num_items;) {
+                const Item& item = work.items[first];
+                int last = first + 1;
+                while (last < work.num_items && work.items[last].row == item.row) last++;
+                if (item.partial >= 0) {
+                    State total = {work.scratch + rank * work.scratch_floats, kNone, 0.0f};
+                    for (int i = first; i < last; i++) {
+                        int64_t at = (int64_t)work.items[i].partial * a.num_heads + head;
+                        float* partial = work.partials + at * (dim + 2);
+                        merge(total, {partial, partial[dim], partial[dim + 1]}, dim);
+                    }
+                    finish(total, a.out + ((int64_t)item.row * a.num_heads + head) * dim, dim);
+                }
+                first = last;
+            }
+        }
+    });
 }
 
-// Once all of `attend` is done: rows that were split over the sequence.
-static void merge_partials(Team team, const Attention& a, const Pages& pages, const Work& work) {
-    if (!work.num_partials) return;
-    int dim = pages.head_dim;
-    for (int64_t head = team.begin(a.num_heads); head < team.end(a.num_heads); head++) {
-        for (int first = 0; first < work.num_items;) {
-            const Item& item = work.items[first];
-            int last = first + 1;
-            while (last < work.num_items && work.items[last].row == item.row) last++;
-            if (item.partial >= 0) {
-                State total = {work.scratch, kNone, 0.0f};
-                for (int i = first; i < last; i++) {
-                    float* partial = work.partials + ((int64_t)work.items[i].partial * a.num_heads + head) * (dim + 2);
-                    merge(total, {partial, partial[dim], partial[dim + 1]}, dim);
-                }
-                finish(total, a.out + ((int64_t)item.row * a.num_heads + head) * dim, dim);
-            }
-            first = last;
+static void attend(Team team, const Attention& a, const Pages& pages, const Batch& batch, const Work& work) {
+    int total = work.num_items * pages.num_kv_heads;
+    team.share(total, 1, [&](int begin, int end, int rank) {
+        for (int taken = begin; taken < end; taken++) {
+            int reversed = total - 1 - taken;  // a chunk's last rows see most, and should not come last
+            const Item& item = work.items[reversed / pages.num_kv_heads];
+            float* scratch = work.scratch + rank * work.scratch_floats;
+            attend_item(a, pages, batch, work, item, reversed % pages.num_kv_heads, scratch);
         }
-    }
+    });
+    if (work.num_partials) merge_partials(team, a, pages, work);
 }
 
 // With tails, these take the batch's open rows at the end: `a.query` is then what rotate_append has turned.
 static void attention(Team team, const Attention& a, const Pages& pages, const Batch& batch, uint8_t* workspace) {
     Arena arena = {workspace, 0};
-    int32_t* next = arena.take<int32_t>(1);
     Work work = take_items(arena, a, pages, batch, team);
     take_scratch(arena, a, pages, team, work);
-    work.next = next;
-    if (team.rank == 0) {
-        list_items(batch, pages, a, team.size, work.items, nullptr);
-        *next = 0;
-    }
-    team.barrier();
-    attend(a, pages, batch, work);
-    if (!work.num_partials && !pages.tail_bytes) return;
-    team.barrier();
-    merge_partials(team, a, pages, work);
+    list_items(batch, pages, a, team.size, work.items, nullptr);
+    attend(team, a, pages, batch, work);
     if (pages.tail_bytes) write_tails(team, a.query, a.query_stride, pages, batch, a.num_heads);
 }
 
 static int64_t attention_bytes(const Attention& a, const Pages& pages, const Batch& batch, int threads) {
     Arena arena = {nullptr, 0};
-    Team team = {0, threads, nullptr, nullptr};
-    arena.take<int32_t>(1);
+    Team team = {nullptr, threads};
     Work work = take_items(arena, a, pages, batch, team);
     take_scratch(arena, a, pages, team, work);
     return arena.used;

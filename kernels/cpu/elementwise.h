@@ -7,6 +7,8 @@
 
 namespace pf::PF_ISA {
 
+constexpr int32_t kRowGrain = 4;  // rows of such work as here that are worth another thread
+
 // Rows of activations in groups of 32: x = q scale.
 struct Quantised {
     int8_t* values;  // [rows, columns]
@@ -15,32 +17,35 @@ struct Quantised {
 };
 
 // scale = max |x| / 127, q = round(x / scale). A group with what is no finite number gets scale NaN and q = 0.
-static inline void quantise_row(const float* x, int columns, int8_t* values, float* scales, int32_t* sums) {
-    for (int k = 0; k < columns; k += 32) {
-        F16 a = load16(x + k), b = load16(x + k + 16);
-        F16 zeros = fma16(a, zero16(), mul16(b, zero16()));  // NaN where anything is not finite
-        float largest = max_of16(max16(abs16(a), abs16(b))), bad = sum16(zeros);
-        int group = k / 32;
-        if (bad != 0.0f || !(largest > 0.0f)) {
-            memset(values + k, 0, 32);
-            scales[group] = bad != 0.0f ? bad : 0.0f;
-            sums[group] = 0;
-            continue;
-        }
-        // Below 2^-120 the inverse may overflow; such a group counts as zeros.
-        F16 inverse = set16(largest > 1e-36f ? 127.0f / largest : 0.0f);
-        I16 first = round_int16(mul16(a, inverse)), second = round_int16(mul16(b, inverse));
-        store16_int8(values + k, first);
-        store16_int8(values + k + 16, second);
-        scales[group] = largest / 127.0f;
-        sums[group] = isum16(iadd16(first, second));
+static inline void quantise_group(const float* x, const Quantised& to, int64_t group) {
+    F16 a = load16(x), b = load16(x + 16);
+    F16 zeros = fma16(a, zero16(), mul16(b, zero16()));  // NaN where anything is not finite
+    float largest = max_of16(max16(abs16(a), abs16(b))), bad = sum16(zeros);
+    int8_t* values = to.values + group * 32;
+    if (bad != 0.0f || !(largest > 0.0f)) {
+        memset(values, 0, 32);
+        to.scales[group] = bad != 0.0f ? bad : 0.0f;
+        to.sums[group] = 0;
+        return;
     }
+    // Below 2^-120 the inverse may overflow; such a group counts as zeros.
+    F16 inverse = set16(largest > 1e-36f ? 127.0f / largest : 0.0f);
+    I16 first = round_int16(mul16(a, inverse)), second = round_int16(mul16(b, inverse));
+    store16_int8(values, first);
+    store16_int8(values + 16, second);
+    to.scales[group] = largest / 127.0f;
+    to.sums[group] = isum16(iadd16(first, second));
 }
 
-static inline void quantise_rows(const float* x, const Quantised& to, int64_t row, int columns) {
-    int64_t groups = columns / 32;
-    int8_t* values = to.values + row * columns;
-    quantise_row(x + row * columns, columns, values, to.scales + row * groups, to.sums + row * groups);
+static inline void quantise_row(const float* x, const Quantised& to, int64_t row, int columns) {
+    int groups = columns / 32;
+    for (int g = 0; g < groups; g++) quantise_group(x + g * 32, to, row * groups + g);
+}
+
+static void quantise(Team team, const float* x, const Quantised& to, int64_t rows, int columns) {
+    team.share(rows, kRowGrain, [=, &to](int64_t begin, int64_t end, int) {
+        for (int64_t r = begin; r < end; r++) quantise_row(x + r * columns, to, r, columns);
+    });
 }
 
 static inline float lane_sum_tail(const float* x, int begin, int end) {
@@ -73,10 +78,12 @@ static inline void add_row(const float* x, float* residual, int columns) {
 // With `x`, residual += x first.
 static void rms_norm(Team team, const float* x, float* residual, const float* weight, float* y, int rows,
                      int columns, float eps) {
-    for (int64_t r = team.begin(rows); r < team.end(rows); r++) {
-        if (x) add_row(x + r * columns, residual + r * columns, columns);
-        rms_norm_row(residual + r * columns, weight, y + r * columns, columns, eps);
-    }
+    team.share(rows, kRowGrain, [=](int64_t begin, int64_t end, int) {
+        for (int64_t r = begin; r < end; r++) {
+            if (x) add_row(x + r * columns, residual + r * columns, columns);
+            rms_norm_row(residual + r * columns, weight, y + r * columns, columns, eps);
+        }
+    });
 }
 
 static inline F16 silu_mul16(F16 gate, F16 up) {
@@ -99,8 +106,9 @@ static inline void silu_mul_row(const float* gate_up, float* y, int columns) {
 }
 
 static void silu_mul(Team team, const float* gate_up, float* y, int rows, int columns) {
-    for (int64_t r = team.begin(rows); r < team.end(rows); r++)
-        silu_mul_row(gate_up + r * 2 * columns, y + r * columns, columns);
+    team.share(rows, kRowGrain, [=](int64_t begin, int64_t end, int) {
+        for (int64_t r = begin; r < end; r++) silu_mul_row(gate_up + r * 2 * columns, y + r * columns, columns);
+    });
 }
 
 }  // namespace pf::PF_ISA

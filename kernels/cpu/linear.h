@@ -6,9 +6,15 @@
 #pragma once
 #include "abi.h"
 #include "elementwise.h"
-#include "team.h"
 
 namespace pf::PF_ISA {
+
+constexpr int64_t kRowBlock = 48;  // rows of x that meet the same weights
+
+template <int Count>
+struct RowCount {
+    static constexpr int kCount = Count;
+};
 
 static inline int64_t block_bytes(int32_t kind) { return kind == Q4 ? 64 + 256 : 32 + 512; }
 
@@ -57,9 +63,31 @@ struct Q8Group {
     }
 };
 
-// Rows of x times Tiles times 16 rows of W.
+// Where results go; `adds` to what is there.
+struct Output {
+    float* y;
+    int64_t stride;
+    bool adds;
+};
+
+static inline void put(const Matrix& w, F16 sums, int64_t column, const Output& out, int64_t row) {
+    float* to = out.y + row * out.stride + column;
+    if (column + 16 <= w.rows) {
+        F16 y = w.bias ? add16(sums, load16(w.bias + column)) : sums;
+        store16(to, out.adds ? add16(load16(to), y) : y);
+        return;
+    }
+    float lanes[16];
+    store16(lanes, sums);
+    for (int64_t i = 0; column + i < w.rows; i++) {
+        float y = w.bias ? lanes[i] + w.bias[column + i] : lanes[i];
+        to[i] = out.adds ? to[i] + y : y;
+    }
+}
+
+// Rows of x times Tiles times 16 rows of W; the first row goes to the output's first.
 template <class Group, int Rows, int Tiles>
-static void multiply_tile(const Matrix& w, const Quantised& x, int64_t row, int64_t tile, float* y, int64_t y_stride) {
+static void multiply_tile(const Matrix& w, const Quantised& x, int64_t row, int64_t tile, const Output& out) {
     int groups = w.columns / 32;
     F16 totals[Rows][Tiles];
     for (int r = 0; r < Rows; r++)
@@ -82,66 +110,101 @@ static void multiply_tile(const Matrix& w, const Quantised& x, int64_t row, int6
             blocks[t] += Group::kBytes;
         }
     }
-    for (int t = 0; t < Tiles; t++) {
-        int64_t column = (tile + t) * 16, width = smaller(16, w.rows - column);
-        for (int r = 0; r < Rows; r++) {
-            float lanes[16];
-            store16(lanes, totals[r][t]);
-            float* to = y + (row + r) * y_stride + column;
-            for (int i = 0; i < width; i++) to[i] = w.bias ? lanes[i] + w.bias[column + i] : lanes[i];
-        }
-    }
+    for (int t = 0; t < Tiles; t++)
+        for (int r = 0; r < Rows; r++) put(w, totals[r][t], (tile + t) * 16, out, r);
 }
 
 template <class Group, int Tiles>
-static void multiply_rows(const Matrix& w, const Quantised& x, int64_t row, int64_t end, int64_t tile, float* y,
-                          int64_t y_stride) {
-    for (; row + kTileRows <= end; row += kTileRows)
-        multiply_tile<Group, kTileRows, Tiles>(w, x, row, tile, y, y_stride);
-    if constexpr (kTileRows > 4) {
-        if (row + 4 <= end) {
-            multiply_tile<Group, 4, Tiles>(w, x, row, tile, y, y_stride);
-            row += 4;
-        }
-    }
-    if constexpr (kTileRows > 2) {
-        if (row + 2 <= end) {
-            multiply_tile<Group, 2, Tiles>(w, x, row, tile, y, y_stride);
-            row += 2;
-        }
-    }
-    if (row < end) multiply_tile<Group, 1, Tiles>(w, x, row, tile, y, y_stride);
+static void multiply_rows(const Matrix& w, const Quantised& x, int64_t row, int64_t end, int64_t tile, Output out) {
+    auto multiply = [&](auto rows) {
+        multiply_tile<Group, decltype(rows)::kCount, Tiles>(w, x, row, tile, out);
+        row += decltype(rows)::kCount;
+        out.y += decltype(rows)::kCount * out.stride;
+    };
+    while (row + kTileRows <= end) multiply(RowCount<kTileRows>());
+    if constexpr (kTileRows > 4)
+        if (row + 4 <= end) multiply(RowCount<4>());
+    if constexpr (kTileRows > 2)
+        if (row + 2 <= end) multiply(RowCount<2>());
+    if (row < end) multiply(RowCount<1>());
 }
 
-template <class Group>
-static void multiply_matrix(Team team, const Matrix& w, const Quantised& x, int64_t rows, float* y, int64_t y_stride) {
-    constexpr int64_t kRowBlock = 48;
-    int64_t tiles = (w.rows + 15) / 16, steps = (tiles + kTiles - 1) / kTiles;
-    int64_t row_blocks = (rows + kRowBlock - 1) / kRowBlock;
+// Rows of x from `row` to `end` times kTiles tiles of W, or what it has left; to the output's first rows.
+static void multiply_tiles(const Matrix& w, const Quantised& x, int64_t row, int64_t end, int64_t tile,
+                           const Output& out) {
+    bool whole = (tile + kTiles) * 16 < w.rows + 16;
+    if (w.kind == Q4 && whole) multiply_rows<Q4Group, kTiles>(w, x, row, end, tile, out);
+    if (w.kind == Q4 && !whole) multiply_rows<Q4Group, 1>(w, x, row, end, tile, out);
+    if (w.kind == Q8 && whole) multiply_rows<Q8Group, kTiles>(w, x, row, end, tile, out);
+    if (w.kind == Q8 && !whole) multiply_rows<Q8Group, 1>(w, x, row, end, tile, out);
+}
+
+static inline int64_t steps_of(const Matrix& w) { return (w.rows + kTiles * 16 - 1) / (kTiles * 16); }
+
+// Matrices whose results lie side by side.
+static void multiply_parts(Team team, const Matrix* parts, int num_parts, const Quantised& x, int64_t rows,
+                           const Output& out) {
+    int64_t row_blocks = (rows + kRowBlock - 1) / kRowBlock, steps = 0;
+    for (int part = 0; part < num_parts; part++) steps += steps_of(parts[part]);
     // Weights stay in the nearest cache while the rows of a block pass.
-    for (int64_t item = team.begin(steps * row_blocks); item < team.end(steps * row_blocks); item++) {
-        int64_t tile = item / row_blocks * kTiles, row = item % row_blocks * kRowBlock;
-        int64_t end = smaller(rows, row + kRowBlock);
-        if (tile + kTiles <= tiles)
-            multiply_rows<Group, kTiles>(w, x, row, end, tile, y, y_stride);
-        else
-            multiply_rows<Group, 1>(w, x, row, end, tile, y, y_stride);
-    }
+    team.share(steps * row_blocks, 1, [&](int64_t begin, int64_t end, int) {
+        for (int64_t item = begin; item < end; item++) {
+            int64_t step = item / row_blocks, row = item % row_blocks * kRowBlock;
+            Output to = {out.y + row * out.stride, out.stride, out.adds};
+            const Matrix* w = parts;
+            for (; step >= steps_of(*w); w++) {
+                step -= steps_of(*w);
+                to.y += w->rows;
+            }
+            multiply_tiles(*w, x, row, smaller(rows, row + kRowBlock), step * kTiles, to);
+        }
+    });
 }
 
-static void multiply(Team team, const Matrix& w, const Quantised& x, int64_t rows, float* y, int64_t y_stride) {
-    if (w.kind == Q4)
-        multiply_matrix<Q4Group>(team, w, x, rows, y, y_stride);
-    else
-        multiply_matrix<Q8Group>(team, w, x, rows, y, y_stride);
+static void multiply(Team team, const Matrix& w, const Quantised& x, int64_t rows, float* y) {
+    multiply_parts(team, &w, 1, x, rows, {y, w.rows, false});
 }
 
 static void project(Team team, const Projection& w, const Quantised& x, int64_t rows, float* y) {
-    int64_t column = 0;
-    for (int part = 0; part < w.num_parts; part++) {
-        multiply(team, w.parts[part], x, rows, y + column, w.num_rows);
-        column += w.parts[part].rows;
-    }
+    multiply_parts(team, w.parts, w.num_parts, x, rows, {y, w.num_rows, false});
+}
+
+static void project_onto(Team team, const Projection& w, const Quantised& x, int64_t rows, float* residual) {
+    multiply_parts(team, w.parts, w.num_parts, x, rows, {residual, w.num_rows, true});
+}
+
+// Rows `first` to `first + num_rows` of a projection, which lie in one of its parts; 16 divides `first`.
+static Matrix rows_of(const Projection& w, int64_t first, int64_t num_rows) {
+    const Matrix* part = w.parts;
+    for (; first >= part->rows; part++) first -= part->rows;
+    Matrix rows = *part;
+    rows.blocks += first / 16 * (part->columns / 32) * block_bytes(part->kind);
+    if (part->bias) rows.bias += first;
+    rows.rows = (int32_t)num_rows;
+    return rows;
+}
+
+// SiLU(x G^T) (x U^T) of the rows [G | U] of a projection, quantised.
+static void project_gated(Team team, const Projection& w, const Quantised& x, int64_t rows, const Quantised& to) {
+    int64_t inner = w.num_rows / 2, groups = inner / 32, row_blocks = (rows + kRowBlock - 1) / kRowBlock;
+    team.share(groups * row_blocks, 1, [&](int64_t begin, int64_t end, int) {
+        float gate_up[kRowBlock * 64], gated[32];
+        for (int64_t item = begin; item < end; item++) {
+            int64_t group = item / row_blocks, row = item % row_blocks * kRowBlock;
+            int64_t until = smaller(rows, row + kRowBlock);
+            Matrix gate = rows_of(w, group * 32, 32), up = rows_of(w, inner + group * 32, 32);
+            for (int64_t tile = 0; tile < 2; tile += kTiles) {
+                multiply_tiles(gate, x, row, until, tile, {gate_up, 64, false});
+                multiply_tiles(up, x, row, until, tile, {gate_up + 32, 64, false});
+            }
+            for (int64_t r = row; r < until; r++) {
+                const float* from = gate_up + (r - row) * 64;
+                for (int i = 0; i < 32; i += 16)
+                    store16(gated + i, silu_mul16(load16(from + i), load16(from + 32 + i)));
+                quantise_group(gated, to, r * groups + group);
+            }
+        }
+    });
 }
 
 // Row `row` of W as numbers.
@@ -165,7 +228,9 @@ static void unpack_row(const Matrix& w, int64_t row, float* out) {
 }
 
 static void unpack(Team team, const Matrix& w, const int32_t* row_ids, float* y, int rows) {
-    for (int64_t r = team.begin(rows); r < team.end(rows); r++) unpack_row(w, row_ids[r], y + r * w.columns);
+    team.share(rows, kRowGrain, [=, &w](int64_t begin, int64_t end, int) {
+        for (int64_t r = begin; r < end; r++) unpack_row(w, row_ids[r], y + r * w.columns);
+    });
 }
 
 static Quantised take_quantised(Arena& arena, int64_t rows, int64_t columns) {
@@ -176,9 +241,8 @@ static Quantised take_quantised(Arena& arena, int64_t rows, int64_t columns) {
 static void linear(Team team, const Matrix& w, const float* x, float* y, int rows, uint8_t* workspace) {
     Arena arena = {workspace, 0};
     Quantised input = take_quantised(arena, rows, w.columns);
-    for (int64_t r = team.begin(rows); r < team.end(rows); r++) quantise_rows(x, input, r, w.columns);
-    team.barrier();
-    multiply(team, w, input, rows, y, w.rows);
+    quantise(team, x, input, rows, w.columns);
+    multiply(team, w, input, rows, y);
 }
 
 static int64_t linear_bytes(const Matrix& w, int rows) {

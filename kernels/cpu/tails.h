@@ -7,6 +7,8 @@
 
 namespace pf::PF_ISA {
 
+constexpr int32_t kTailGrain = 12;  // heads whose tails are worth another thread
+
 // One head of K or V of a sequence, by position, from a page that is open before the chunk or in it.
 struct OpenTokens {
     const uint16_t* tail;  // [B, D]
@@ -74,19 +76,16 @@ static void seal(const Pages& pages, int side_index, int64_t page, int head, con
 static void seal_pages(Team team, const float* qkv, int64_t stride, const Pages& pages, const Batch& batch,
                        int num_heads) {
     const Tables& tables = batch.tables[pages.group];
-    int64_t unit = 0;
-    for (int seq = 0; seq < batch.num_seqs; seq++) {
-        int row = batch.row_starts[seq], start = batch.positions[row], size = pages.page_size;
-        int end = start + batch.row_starts[seq + 1] - row;
-        for (int index = start / size; index < end / size; index++) {
-            for (int h = 0; h < 2 * pages.num_kv_heads; h++) {
-                if (unit++ % team.size != team.rank) continue;
-                int side = h / pages.num_kv_heads, head = h % pages.num_kv_heads;
-                OpenTokens open = open_tokens(pages, batch, qkv, stride, num_heads, seq, side, head);
+    int heads = 2 * pages.num_kv_heads, size = pages.page_size;
+    team.share(batch.num_seqs * heads, 1, [&](int begin, int end, int) {
+        for (int unit = begin; unit < end; unit++) {
+            int seq = unit / heads, side = unit % heads / pages.num_kv_heads, head = unit % heads % pages.num_kv_heads;
+            OpenTokens open = open_tokens(pages, batch, qkv, stride, num_heads, seq, side, head);
+            int last = (open.start + batch.row_starts[seq + 1] - batch.row_starts[seq]) / size;
+            for (int index = open.start / size; index < last; index++)
                 seal(pages, side, tables.pages[tables.starts[seq] + index], head, {open, index * size});
-            }
         }
-    }
+    });
 }
 
 // The batch's rows that lie in an open page, into the tails; zeros behind them where the page begins with them. Nothing
@@ -94,18 +93,18 @@ static void seal_pages(Team team, const float* qkv, int64_t stride, const Pages&
 static void write_tails(Team team, const float* qkv, int64_t stride, const Pages& pages, const Batch& batch,
                         int num_heads) {
     int heads = 2 * pages.num_kv_heads, size = pages.page_size, dim = pages.head_dim;
-    for (int64_t unit = team.begin((int64_t)batch.num_seqs * heads); unit < team.end((int64_t)batch.num_seqs * heads);
-         unit++) {
-        int seq = (int)(unit / heads), side = (int)(unit % heads) / pages.num_kv_heads;
-        int head = (int)(unit % heads) % pages.num_kv_heads;
-        OpenTokens open = open_tokens(pages, batch, qkv, stride, num_heads, seq, side, head);
-        int end = open.start + batch.row_starts[seq + 1] - batch.row_starts[seq], first = end / size * size;
-        uint16_t* tail = tail_of(pages, batch, seq, side, head);
-        for (int position = (int)larger(first, open.start); position < end; position++)
-            store_halves(open.at(position), tail + (int64_t)(position - first) * dim, dim);
-        if (first >= open.start && first < end)
-            memset(tail + (int64_t)(end - first) * dim, 0, (size_t)(first + size - end) * dim * sizeof(uint16_t));
-    }
+    team.share(batch.num_seqs * heads, kTailGrain, [&](int begin, int end, int) {
+        for (int unit = begin; unit < end; unit++) {
+            int seq = unit / heads, side = unit % heads / pages.num_kv_heads, head = unit % heads % pages.num_kv_heads;
+            OpenTokens open = open_tokens(pages, batch, qkv, stride, num_heads, seq, side, head);
+            int stop = open.start + batch.row_starts[seq + 1] - batch.row_starts[seq], first = stop / size * size;
+            uint16_t* tail = tail_of(pages, batch, seq, side, head);
+            for (int position = (int)larger(first, open.start); position < stop; position++)
+                store_halves(open.at(position), tail + (int64_t)(position - first) * dim, dim);
+            if (first >= open.start && first < stop)
+                memset(tail + (int64_t)(stop - first) * dim, 0, (size_t)(first + size - stop) * dim * sizeof(uint16_t));
+        }
+    });
 }
 
 }  // namespace pf::PF_ISA

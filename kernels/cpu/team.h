@@ -1,5 +1,5 @@
-// What a kernel sees of its threads and of its workspace. Every thread of a team calls the kernel with the same
-// arguments. How work is shared never changes a result: each output is computed whole by one thread, in one order.
+// What a kernel sees of its threads and of its workspace. One thread calls a kernel, and shares out items of it. How
+// they are shared never changes a result: each output is computed whole by one thread, in one order.
 #pragma once
 #include <cstdint>
 
@@ -8,22 +8,29 @@
 
 namespace pf {
 
-struct Meeting;  // where a team's threads wait for each other; see library.cpp
+struct Crew;  // threads that help a caller; see crew.cpp
+
+// Items `begin` to `end`, on the thread numbered `rank`.
+using Body = void (*)(const void* context, int32_t begin, int32_t end, int32_t rank);
+void run_on(Crew* crew, int32_t count, int32_t grain, Body body, const void* context);
 
 struct Team {
-    int32_t rank;
+    Crew* crew;
     int32_t size;
-    Meeting* meeting;
-    void (*wait)(Meeting*, int32_t num_threads);
 
-    // Waits for all threads of the team.
-    PF_INLINE void barrier() const {
-        if (size > 1) wait(meeting, size);
+    // Calls f(begin, end, rank) until all items are done; `rank`, below `size`, is that of the thread which calls it.
+    // Another thread is given `grain` items or more: fewer take less time than to hand them over.
+    template <class F>
+    PF_INLINE void share(int64_t count, int32_t grain, const F& f) const {
+        if (size == 1 || count <= grain) {
+            if (count > 0) f(0, (int32_t)count, 0);
+            return;
+        }
+        Body body = [](const void* context, int32_t begin, int32_t end, int32_t rank) {
+            (*(const F*)context)(begin, end, rank);
+        };
+        run_on(crew, (int32_t)count, grain, body, &f);
     }
-
-    // First item of this thread's contiguous share; its end is the next rank's begin.
-    PF_INLINE int64_t begin(int64_t num_items) const { return num_items * rank / size; }
-    PF_INLINE int64_t end(int64_t num_items) const { return num_items * (rank + 1) / size; }
 };
 
 // Cuts a workspace into arrays; with a null base it only counts the bytes.

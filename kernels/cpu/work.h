@@ -22,9 +22,9 @@ struct Work {
     Item* items;
     int32_t num_items;
     int32_t num_partials;
-    int32_t* next;      // items times KV heads taken so far
     float* partials;    // [partial][head]: accumulator[head_dim], largest, sum
-    float* scratch;     // of this thread
+    float* scratch;     // of each thread, `scratch_floats` apart
+    int64_t scratch_floats;
 };
 
 // Of whole pages.
@@ -78,7 +78,7 @@ static int list_items(const Batch& batch, const Pages& pages, const Attention& a
     return num_items;
 }
 
-// Room for the items of one cache group; they are to be listed by one thread before `attend`.
+// Room for the items of one cache group; they are to be listed before `attend`.
 static Work take_items(Arena& arena, const Attention& a, const Pages& pages, const Batch& batch, Team team) {
     Work work = {};
     work.num_items = list_items(batch, pages, a, team.size, nullptr, &work.num_partials);
@@ -89,9 +89,8 @@ static Work take_items(Arena& arena, const Attention& a, const Pages& pages, con
 // Room to attend in, for items of which at most `num_partials` are partial.
 static void take_scratch(Arena& arena, const Attention& a, const Pages& pages, Team team, Work& work) {
     work.partials = arena.take<float>((int64_t)work.num_partials * a.num_heads * (pages.head_dim + 2));
-    int64_t floats = scratch_floats(a, pages);
-    float* scratch = arena.take<float>(team.size * floats);
-    work.scratch = scratch ? scratch + team.rank * floats : nullptr;
+    work.scratch_floats = (scratch_floats(a, pages) + 15) & ~(int64_t)15;
+    work.scratch = arena.take<float>(team.size * work.scratch_floats);
 }
 
 // A block of 16 tokens, or what the page has left, by its place in the page table; steps over what an item's rows do

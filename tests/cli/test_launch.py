@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from pageferry.cli import up
-from pageferry.cli.launch import num_cores, plan, to_toml
+from pageferry.cli.launch import plan, to_toml
 from pageferry.core.config import Config, EngineConfig, ServerConfig, TelemetryConfig, load_config
+from pageferry.core.cores import num_cores
 from pageferry.core.errors import InvalidArgumentError, PageferryError, UnavailableError
 
 SERVER = ServerConfig(port=0, http_port=0)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from pageferry.cli.supervisor import ChildSpec
 from pageferry.core.config import Config, EngineConfig, ServerConfig
+from pageferry.core.cores import num_cores
 from pageferry.core.errors import InvalidArgumentError, UnavailableError, invalid
 from pageferry.core.groups import parse_groups
 from pageferry.core.model_files import load_config_of, resolve_model
@@ -126,11 +126,6 @@ def to_toml(config: Config) -> str:
         lines.append(f"[{section}]")
         lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values.items()]
     return "\n".join(lines) + "\n"
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _spec(role: str, config: Config, directory: Path, environment: Mapping[str, str]) -> ChildSpec:

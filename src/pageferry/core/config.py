@@ -74,7 +74,7 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int = 0  # 0: what `kv_memory_mb` holds
     kv_memory_mb: int = 512
-    threads: int = 0  # 0: all cores
+    threads: int = 0  # 0: all cores that the process is given
     device: str = "cpu"  # or cuda:N
     compute_dtype: str = "auto"  # fp32, bf16; auto: a file's own groups, else bf16 where it is native
     kernels: str = "auto"  # cpu: the compiled ones; torch: without them; auto: compiled where they are there and faster

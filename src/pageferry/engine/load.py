@@ -1,6 +1,5 @@
 """From a configuration to an engine that can run."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
+from pageferry.core.cores import num_cores
 from pageferry.core.errors import InvalidArgumentError, invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
@@ -65,7 +65,7 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
     `progress` gets short lines for people. Raises the errors of core.errors for anything wrong with model or memory.
     """
     started = time.perf_counter()
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.threads or num_cores())
     files = resolve_model(config.model)
     progress(f"reading {files.path.name}")
     model_config = load_config_of(files)

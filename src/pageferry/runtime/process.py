@@ -39,6 +39,9 @@ ENGINE_OPTIONS = {
     ),
     "--device": ("engine.device", "DEVICE", "cpu, the default, or cuda:N"),
 }
+# Torch's threads wait for each other awake, for milliseconds unless told, and keep a shared machine's cores from those
+# that have work. Its OpenMP reads this when torch is imported.
+_OPENMP_SPINS = ("GOMP_SPINCOUNT", "1000")  # some tens of microseconds
 Main = Callable[[Config, asyncio.Event], Awaitable[int]]
 
 
@@ -50,6 +53,7 @@ def run_service(
     `main` gets the configuration and an event that is set by SIGTERM or Ctrl-C; a second Ctrl-C ends the process at
     once. An error that the user can mend is one line on stderr.
     """
+    os.environ.setdefault(*_OPENMP_SPINS)
     end_process(_exit_code(main, name, arguments, engine_options))
 
 
