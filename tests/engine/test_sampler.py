@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
 from pageferry.core.plan import SampledToken, SampleFailure
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.engine.draw import uniform
-from pageferry.engine.sampler import sample
+from pageferry.engine.sampler import Sampler
 
 VOCAB = 300
+sample = Sampler().sample
 NAN, INF = float("nan"), float("inf")
 
 
@@ -113,6 +115,58 @@ def test_a_seeded_draw_depends_on_no_batch_mate_and_no_order() -> None:
         batch = torch.cat((own[None], mates))[order]
         targets = [sequence(seed=42 if i == 0 else 1000 + i, **params) for i in order]
         assert sample(batch, targets)[order.index(0)] == alone
+
+
+TEMPERATURES = (0.0, 1e-300, 0.3, 1.0, 1.5, 1e300)
+TOP_KS = (0, 1, 3, 40, 1500, 3000)
+PARAMS = st.fixed_dictionaries(
+    {"temperature": st.sampled_from(TEMPERATURES), "seed": st.integers(0, 2**64 - 1)},
+    optional={
+        "top_k": st.sampled_from(TOP_KS),
+        "top_p": st.sampled_from((0.01, 0.5, 0.95, 0.9999)),
+        "min_p": st.sampled_from((0.01, 0.5)),
+        "repetition_penalty": st.sampled_from((0.8, 1.3)),
+        "frequency_penalty": st.sampled_from((-0.5, 0.7)),
+        "num_logprobs": st.sampled_from((0, 1, 20)),
+        "output": st.lists(st.integers(0, 2069), max_size=6),
+        "stop": st.just(StopParams(max_tokens=1000, min_tokens=4, stop_token_ids=frozenset({0, 7}))),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(PARAMS, min_size=2, max_size=20), st.sampled_from((0.001, 1.0, 4.0)), st.integers(0, 2**32))
+def test_no_batch_changes_a_rows_result(params: list[dict[str, Any]], scale: float, seed: int) -> None:
+    """Each row alone, and among others of any kind, over a vocabulary that no block or group divides."""
+    logits = torch.randn(len(params), 2070, generator=torch.Generator().manual_seed(seed)) * scale
+    alone = [draw(row, sequence(**one)) for row, one in zip(logits, params, strict=True)]
+    assert list(sample(logits.clone(), [sequence(**one) for one in params])) == alone
+    backwards = sample(logits.flip(0), [sequence(**one) for one in reversed(params)])
+    assert list(reversed(backwards)) == alone
+
+
+@settings(max_examples=60, deadline=None)
+@given(PARAMS, st.sampled_from((0.001, 1.0, 4.0)), st.integers(0, 2**32))
+def test_draws_are_of_what_sorting_all_tokens_keeps(params: dict[str, Any], scale: float, seed: int) -> None:
+    """The whole vocabulary sorted and summed in float64: the token whose part of the distribution is drawn."""
+    top_k, top_p, min_p = (params.get(name, off) for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)))
+    plain = {"temperature": params["temperature"] or 1.0, "seed": params["seed"]}
+    logits = torch.randn(2070, generator=torch.Generator().manual_seed(seed)) * scale
+    token_id = draw(logits, sequence(**plain, top_k=top_k, top_p=top_p, min_p=min_p)).token_id
+
+    weights = ((logits - logits.max()).double() / plain["temperature"]).exp()
+    order = logits.argsort(descending=True, stable=True)
+    ranked = weights[order][: top_k or None]
+    num_top_p = int((ranked.cumsum(0) < top_p * ranked.sum() * (1 - 1e-9)).sum()) + 1
+    num_kept = min(num_top_p if top_p < 1 else len(ranked), int((ranked >= min_p).sum()))
+    kept = order[:num_kept].sort().values
+    cumulative = weights[kept].cumsum(0)
+    target = float(cumulative[-1]) * uniform(plain["seed"], 0, 0)
+    # Where fp32 sums decide, one token more or less may be kept.
+    assert token_id in order[: num_kept + 1].tolist()
+    slack = 1e-4 * float(cumulative[-1]) + 2 * float(weights[order[num_kept - 1]]) * (top_p < 1)
+    before = float(weights[kept[kept < token_id]].sum())
+    assert before - slack <= target <= before + float(weights[token_id]) + slack
 
 
 def test_draws_differ_by_seed_position_and_choice() -> None:

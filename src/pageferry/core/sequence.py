@@ -5,6 +5,7 @@ from enum import Enum, auto
 
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.token_counts import TokenCounts
 
 NO_PAGE = PageId(-1)
 
@@ -59,6 +60,7 @@ class Sequence:
     num_steps: int = 0
     first_scheduled: float | None = None
     first_token_time: float | None = None
+    _counts: TokenCounts | None = None  # once they have been asked for
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -84,6 +86,13 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
+
+    def token_counts(self) -> TokenCounts:
+        """Of all its tokens."""
+        if self._counts is None:
+            self._counts = TokenCounts()
+        self._counts.count(self.token_ids, self.num_prompt)
+        return self._counts
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the last token ends it. `min_tokens` wins over stop ids until it is reached."""

@@ -1,7 +1,7 @@
 """Runs a scheduler's plan on the model."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from pageferry.core.plan import Plan, StepResult
 from pageferry.engine.batch import Batch, BatchBuilder
 from pageferry.engine.pages import PageTensors
-from pageferry.engine.sampler import sample
+from pageferry.engine.sampler import Sampler
 
 
 class ForwardPass(Protocol):
@@ -29,6 +29,7 @@ class TorchRunner:
     pages: PageTensors
     builder: BatchBuilder
     num_threads: int
+    sampler: Sampler = field(default_factory=Sampler)
 
     def run(self, plan: Plan) -> StepResult:
         """Blank the fresh pages, make the copies, compute the chunks, draw where they sample."""
@@ -45,5 +46,5 @@ class TorchRunner:
             start = time.perf_counter()
             logits = self.model.forward(batch, self.pages)
             forward_s = time.perf_counter() - start
-            samples = sample(logits, [chunk.sequence for chunk in plan.chunks if chunk.samples])
+            samples = self.sampler.sample(logits, [chunk.sequence for chunk in plan.chunks if chunk.samples])
             return StepResult(samples, forward_s)

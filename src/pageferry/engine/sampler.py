@@ -1,123 +1,183 @@
 """Draws each sequence's next token from its row of logits.
 
 Order: penalties and the ban on early stops, then log-probabilities (what is reported), then temperature, top-k, top-p,
-min-p, and the draw. A row's result depends on that row, its parameters and (seed, position, choice) alone.
+min-p, and the draw. A row's result depends on that row, its parameters and (seed, position, choice) alone: rows share
+numpy's calls, but no number of one row goes into another's.
 """
 
-from collections.abc import Sequence as Sequences
+from collections.abc import Iterable, Iterator, Sequence as ListLike
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pageferry.core.plan import SampledToken, SampleFailure
 from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import Sequence
-from pageferry.engine.draw import uniform
+from pageferry.engine.candidates import Candidates, Filters, Mask, gather, kept_weights, likeliest, probable
+from pageferry.engine.draw import Floats, Ids, Numbers, block_sums, draw_from_all, draw_weighted, uniform
 
-_CANDIDATES = (1024, 8192)  # likeliest tokens that are sorted before the whole vocabulary is
+_ROWS = 16  # at once: what they take besides the logits stays in the processor's cache
+_TEMPERATURES = np.float32(1e-30), np.float32(1e30)  # beyond, fp32 quotients are what they are here
 
 
-def sample(logits: Tensor, sequences: Sequences[Sequence]) -> tuple[SampledToken | SampleFailure, ...]:
-    """One result for each row of `logits` [S, vocab] fp32, which is changed in place."""
-    if not sequences:
-        return ()
-    numbers = logits.numpy()  # the same memory; numpy is an order of magnitude faster at these than torch
-    with np.errstate(invalid="ignore"):
-        is_finite = np.isfinite(numbers.min(axis=-1)) & np.isfinite(numbers.max(axis=-1))  # NaN makes both NaN
-    for row, sequence in enumerate(sequences):
-        if is_finite[row]:
-            _adjust(logits[row], sequence)
-    greedy = numbers.argmax(axis=-1).tolist()
-    return tuple(
-        _sample_row(logits[row], sequence, greedy[row])
-        if is_finite[row]
-        else SampleFailure(f"logits of position {sequence.num_output} are not finite numbers")
-        for row, sequence in enumerate(sequences)
+class Sampler:
+    """Keeps the memory that it works in; one call at a time."""
+
+    def __init__(self) -> None:
+        self._memory = np.empty((0, 0), np.float32)
+
+    def sample(self, logits: Tensor, sequences: ListLike[Sequence]) -> tuple[SampledToken | SampleFailure, ...]:
+        """One result for each row of `logits` [S, vocab] fp32, which is changed in place."""
+        if not sequences:
+            return ()
+        with np.errstate(all="ignore"):  # overflows end at 0, infinity, or a row's failure
+            return self._sample(logits.numpy(), sequences)
+
+    def _sample(self, logits: Floats, sequences: ListLike[Sequence]) -> tuple[SampledToken | SampleFailure, ...]:
+        rows = np.arange(len(logits))
+        chosen = logits.argmax(axis=1)  # a NaN where there is one
+        is_finite = np.isfinite(logits[rows, chosen]) & (logits.min(axis=1) > -np.inf)
+        for row, sequence in enumerate(sequences):
+            if is_finite[row] and _adjust(logits[row], sequence):
+                chosen[row] = logits[row].argmax()
+        largest = logits[rows, chosen]
+        is_drawable = is_finite & (largest > -np.inf)
+        drawn, reported = [], []
+        for row in np.flatnonzero(is_drawable).tolist():
+            params = sequences[row].work.sampling
+            if not params.is_greedy:
+                drawn.append(row)
+            if params.num_logprobs is not None:
+                reported.append(row)
+        for some in _parts(drawn):
+            chosen[some] = self._draw(logits, largest, some, [sequences[row] for row in some])
+        results: list[SampledToken | SampleFailure] = [SampledToken(token_id) for token_id in chosen.tolist()]
+        for some in _parts(reported):
+            counts = [sequences[row].work.sampling.num_logprobs or 0 for row in some]
+            for row, result in zip(
+                some, self._report(logits, largest, some, chosen[some], np.array(counts)), strict=True
+            ):
+                results[row] = result
+        for row in np.flatnonzero(~is_drawable).tolist():
+            results[row] = _failure(sequences[row].num_output, is_finite=bool(is_finite[row]))
+        return tuple(results)
+
+    def _draw(self, logits: Floats, largest: Floats, rows: Ids, sequences: list[Sequence]) -> Ids:
+        """A token id for each of some rows."""
+        params = [sequence.work.sampling for sequence in sequences]
+        filters = _filters(params, logits.shape[1])
+        uniforms = np.array(
+            [uniform(p.seed, one.num_output, one.work.choice) for p, one in zip(params, sequences, strict=True)]
+        )
+        drawn = np.empty(len(rows), np.int64)
+        is_limited = (filters.top_p < 1) | (filters.min_p > 0)
+        for some in _parts_where(filters.top_k > 0):
+            mask = likeliest(self._copy(logits, rows[some]), filters.top_k[some])
+            among = gather(logits, rows[some], mask)
+            drawn[some] = _draw_among(among, filters.of(some), np.zeros(len(some)), uniforms[some])
+        for some in _parts_where((filters.top_k == 0) & is_limited):
+            weights = self._weights(logits, largest, rows[some], filters.temperature[some])
+            totals = block_sums(weights).sum(axis=1)
+            among = gather(logits, rows[some], probable(weights, totals, filters.of(some)))
+            drawn[some] = _draw_among(among, filters.of(some), totals, uniforms[some])
+        for some in _parts_where((filters.top_k == 0) & ~is_limited):
+            weights = self._weights(logits, largest, rows[some], filters.temperature[some])
+            drawn[some] = draw_from_all(weights, uniforms[some])
+        return drawn
+
+    def _report(
+        self, logits: Floats, largest: Floats, rows: Ids, token_ids: Ids, counts: Ids
+    ) -> Iterator[SampledToken]:
+        """The drawn tokens of some rows with log-probabilities, of `counts` likeliest ones too."""
+        weights = self._weights(logits, largest, rows, np.ones(len(rows)))
+        norms = largest[rows] + np.log(block_sums(weights).sum(axis=1))
+        logprobs = (logits[rows, token_ids] - norms).tolist()
+        top: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
+        for some in _parts_where(counts > 0):
+            for among in gather(logits, rows[some], likeliest(self._copy(logits, rows[some]), counts[some])):
+                members, order = some[among.rows], among.order[:, : counts.max()]
+                columns = np.arange(len(order))[:, None], order
+                values = among.logits[columns] - norms[members, None]
+                for row, ids, of_row in zip(
+                    members.tolist(), among.ids[columns].tolist(), values.tolist(), strict=True
+                ):
+                    top[row] = tuple(zip(ids, of_row, strict=True))[: counts[row]]
+        for token_id, logprob, likely in zip(token_ids.tolist(), logprobs, top, strict=True):
+            yield SampledToken(token_id, logprob, likely)
+
+    def _copy(self, logits: Floats, rows: Ids) -> Floats:
+        """Of the rows; the next one overwrites it."""
+        if self._memory.shape[1] != logits.shape[1]:
+            self._memory = np.empty((_ROWS, logits.shape[1]), np.float32)
+        copy: Floats = np.take(logits, rows, axis=0, out=self._memory[: len(rows)], mode="clip")
+        return copy
+
+    def _weights(self, logits: Floats, largest: Floats, rows: Ids, temperature: Numbers) -> Floats:
+        """[S, vocab]: of each row's tokens, relative to the likeliest; the next copy overwrites them."""
+        weights = self._copy(logits, rows)
+        weights -= largest[rows, None]
+        if (temperature != 1).any():
+            weights /= np.clip(temperature, *_TEMPERATURES).astype(np.float32)[:, None]
+        return np.exp(weights, out=weights)
+
+
+def _filters(params: list[SamplingParams], vocab_size: int) -> Filters:
+    return Filters(
+        np.array([one.temperature for one in params]),
+        np.array([one.top_k if one.top_k < vocab_size else 0 for one in params]),
+        np.array([one.top_p for one in params]),
+        np.array([one.min_p for one in params]),
     )
 
 
-def _sample_row(row: Tensor, sequence: Sequence, greedy: int) -> SampledToken | SampleFailure:
-    params = sequence.work.sampling
-    if row[greedy] == float("-inf"):
-        return SampleFailure(
-            f"no token may follow at position {sequence.num_output}: all are stop ids before min_tokens"
-        )
-    token_id = greedy if params.is_greedy else _draw(row, sequence)
-    if params.num_logprobs is None:
-        return SampledToken(token_id)
-    logprobs = torch.log_softmax(row, dim=-1)
-    return SampledToken(token_id, logprobs[token_id].item(), _top(logprobs, params.num_logprobs))
+def _parts(rows: list[int]) -> Iterator[Ids]:
+    for start in range(0, len(rows), _ROWS):
+        yield np.array(rows[start : start + _ROWS])
 
 
-def _adjust(row: Tensor, sequence: Sequence) -> None:
+def _parts_where(chosen: Mask) -> Iterator[Ids]:
+    """The indices of what is chosen, where anything is."""
+    (indices,) = np.nonzero(chosen)
+    if len(indices):
+        yield indices
+
+
+def _draw_among(among: Iterable[Candidates], filters: Filters, totals: Numbers, uniforms: Numbers) -> Ids:
+    drawn = np.empty(len(uniforms), np.int64)
+    for some in among:
+        weights = kept_weights(some, filters.of(some.rows), totals[some.rows])
+        drawn[some.rows] = some.ids[np.arange(len(weights)), draw_weighted(weights, uniforms[some.rows])]
+    return drawn
+
+
+def _adjust(row: Floats, sequence: Sequence) -> bool:
+    """Whether it has changed the row."""
     params, stop = sequence.work.sampling, sequence.work.stop
+    is_banning = stop.min_tokens > 0 and bool(stop.stop_token_ids) and sequence.num_output < stop.min_tokens
     if params.has_penalties:
         _penalise(row, sequence)
-    if sequence.num_output < stop.min_tokens and stop.stop_token_ids:
-        row[sorted(stop.stop_token_ids)] = float("-inf")
+    if is_banning:
+        row[list(stop.stop_token_ids)] = -np.inf
+    return params.has_penalties or is_banning
 
 
-def _penalise(row: Tensor, sequence: Sequence) -> None:
+def _penalise(row: Floats, sequence: Sequence) -> None:
     """Repetition (arXiv:1909.05858) counts prompt and output, presence and frequency the output alone."""
-    params = sequence.work.sampling
+    params, counts = sequence.work.sampling, sequence.token_counts()
+    ids, num_output = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.num_output, np.int64)
+    values = row[ids]
     if params.repetition_penalty != 1:
-        seen = torch.from_numpy(np.unique(sequence.token_ids))
-        values = row[seen]
-        adjusted = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        penalty = np.float32(params.repetition_penalty)
+        values = np.where(values > 0, values / penalty, values * penalty)
         # An extreme penalty overflows: infinities would leave nothing that can be drawn from.
-        row[seen] = adjusted.nan_to_num(nan=0.0)
-    if sequence.num_output:
-        produced, counts = np.unique(sequence.output_ids, return_counts=True)
-        row[torch.from_numpy(produced)] -= torch.from_numpy(params.presence_penalty + params.frequency_penalty * counts)
+        values = np.nan_to_num(values, nan=0.0)
+    if params.presence_penalty or params.frequency_penalty:
+        added = params.presence_penalty + params.frequency_penalty * num_output
+        values = values - np.where(num_output > 0, added, 0.0)
+    row[ids] = values
 
 
-def _top(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
-    """Likeliest first; equals by id."""
-    values, ids = logprobs.topk(min(count, len(logprobs)))
-    return tuple(sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda item: (-item[1], item[0])))
-
-
-def _draw(row: Tensor, sequence: Sequence) -> int:
-    """Invert the distribution function at a uniform draw, over the kept tokens in the order of their ids."""
-    params, work = sequence.work.sampling, sequence.work
-    # In float64, and the largest subtracted first, no temperature overflows or divides zero by zero.
-    kept = _filtered((row - row.max()).double() / params.temperature, params)
-    cumulative = torch.softmax(kept, dim=-1).cumsum(0)
-    total = cumulative[-1]
-    target = total * uniform(params.seed, sequence.num_output, work.choice)
-    # Rounding may put the target at the very end: the last token that adds anything then.
-    last = torch.searchsorted(cumulative, total)
-    return int(torch.searchsorted(cumulative, target, right=True).minimum(last))
-
-
-def _filtered(row: Tensor, params: SamplingParams) -> Tensor:
-    """The row with -inf where top-k, top-p or min-p leave a token out; the likeliest always stays."""
-    if params.top_k and params.top_k < len(row):
-        row = _keep(row, row.topk(params.top_k).values[-1], params.top_k)
-    if params.top_p < 1:
-        row = _keep_nucleus(row, params.top_p)
-    if params.min_p > 0:
-        # The likeliest token's value is 0, so that exp gives each probability relative to it.
-        row = row.masked_fill(row.exp() < params.min_p, float("-inf"))
-    return row
-
-
-def _keep(row: Tensor, threshold: Tensor, count: int) -> Tensor:
-    """The `count` likeliest; of those equal to the threshold, the ones with the lowest ids."""
-    above, equal = row > threshold, row == threshold
-    spare = count - int(above.sum())
-    kept = above | (equal & (equal.cumsum(0) <= spare))
-    return row.masked_fill(~kept, float("-inf"))
-
-
-def _keep_nucleus(row: Tensor, top_p: float) -> Tensor:
-    """The fewest likeliest tokens whose probabilities reach `top_p`."""
-    total = torch.logsumexp(row, dim=0)
-    for count in (*(count for count in _CANDIDATES if count < len(row)), len(row)):
-        values = row.topk(count).values
-        reached = (values - total).exp().cumsum(0) >= top_p
-        if bool(reached[-1]):
-            last = int(reached.int().argmax())
-            return _keep(row, values[last], last + 1)
-    return row  # rounding left the sum of all just below
+def _failure(position: int, *, is_finite: bool) -> SampleFailure:
+    if is_finite:
+        return SampleFailure(f"no token may follow at position {position}: all are stop ids before min_tokens")
+    return SampleFailure(f"logits of position {position} are not finite numbers")
