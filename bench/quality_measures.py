@@ -23,7 +23,7 @@ from quality_text import FORMS, chat, continued, repeated_share
 
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import StopParams
-from pageferry.core.sequence import Sequence
+from pageferry.core.sequence import Sequence, page_table
 from pageferry.engine.load import Engine
 from pageferry.router.tokenizer import Tokenizer
 
@@ -194,7 +194,7 @@ def _placed(
     if first + num_pages > min(engine.num_pages):
         raise ValueError(f"{first + num_pages} pages are needed in each group, they have {engine.num_pages}")
     target = sequence(ids, first, num_pages, stop=stop)
-    target.tables = [list(target.tables[0]) for _ in engine.layout.groups]
+    target.tables = [page_table(target.tables[0]) for _ in engine.layout.groups]
     target.tail = PageId(tail)
     return target
 

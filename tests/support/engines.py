@@ -11,7 +11,7 @@ from pageferry.core.layout import PageKey, Place
 from pageferry.core.plan import Chunk, Plan, SampledToken
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.core.sequence import NO_PAGE, Sequence, WorkItem
+from pageferry.core.sequence import NO_PAGE, Sequence, WorkItem, page_table
 from pageferry.engine.load import Engine, load_engine
 from pageferry.engine.runner import TorchRunner
 
@@ -88,7 +88,8 @@ def logits_of(engine: Engine, target: Sequence, ends: Iterable[int]) -> torch.Te
 def windowed_logits_of(engine: Engine, token_ids: Iterable[int], ends: Iterable[int]) -> torch.Tensor:
     """As `logits_of`, but each chunk holds the pages that it needs and no other; all else is poison."""
     target = sequence(token_ids, 0, 0)
-    target.tables = [[NO_PAGE] * engine.layout.num_pages(len(target.token_ids)) for _ in engine.layout.groups]
+    num_pages = engine.layout.num_pages(len(target.token_ids))
+    target.tables = [page_table([NO_PAGE] * num_pages) for _ in engine.layout.groups]
     free = [[PageId(page) for page in range(num)] for num in engine.num_pages]
     for pool in (*engine.pages.pools, *engine.pages.tails):
         pool.memory.fill_(0xFF)

@@ -1,6 +1,6 @@
 """What page tables would take of the pools, whether that is there, and what would be if others gave up theirs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence as ListLike
 from dataclasses import dataclass
 
 from pageferry.core.errors import FieldViolation, InvalidArgumentError
@@ -187,7 +187,7 @@ class Claims:
         return self.prefix.num_hit(sequence, num_pages, (num_pages - 1) * self._page_size) == num_pages
 
 
-def places(tables: Iterable[list[PageId]], start: int = 0, end: int | None = None) -> Iterator[Place]:
+def places(tables: Iterable[ListLike[PageId]], start: int = 0, end: int | None = None) -> Iterator[Place]:
     """Of the pages at indices `start` to `end` of each table."""
     for number, table in enumerate(tables):
         for page in table[start:end]:

@@ -12,7 +12,7 @@ from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.pool import PageId
 from pageferry.core.pools import PagePools
-from pageferry.core.sequence import NO_PAGE, Sequence
+from pageferry.core.sequence import NO_PAGE, Sequence, page_table
 
 
 class PageTables:
@@ -27,6 +27,7 @@ class PageTables:
         self.claims = Claims(pools, layout, prefix_cache=prefix_cache, chunk_tokens=chunk_tokens)
         self._pools = pools
         self._layout = layout
+        self._has_windows = any(group.window is not None for group in layout.groups)
         self._in_step = False
         self._deferred: list[Place] = []
         self._copies: list[tuple[Place, Place]] = []
@@ -51,13 +52,13 @@ class PageTables:
             assert pages is not None, f"a claim that lacks {claim.lacking} pages was taken"
             new.append(pages)
         sequence.tail = new.pop()[0] if self._pools.tails is not None else None
-        sequence.tables = [list(matched) for matched in claim.matched]
+        sequence.tables = [page_table(matched) for matched in claim.matched]
         for number, (group, table, pages) in enumerate(zip(self._layout.groups, sequence.tables, new, strict=True)):
             if claim.copies_last:
                 source = Place(number, table.pop())
                 self._copies.append((source, Place(number, pages[0])))
                 self._deferred.append(source)  # our reference outlives the copy
-            table += self._spread(group, len(sequence.token_ids), len(table), pages) if reserved else pages
+            table.extend(self._spread(group, len(sequence.token_ids), len(table), pages) if reserved else pages)
         self.claims.promise(sequence, claim)
         sequence.num_computed = min(len(claim.matched[0]) * self.page_size, len(sequence.token_ids) - 1)
         if sequence.num_preemptions == 0:
@@ -69,15 +70,19 @@ class PageTables:
         For those of window groups, which were promised, that is only while transfers in flight hold such pages.
         """
         num_pages = self.num_pages(end)
+        if len(min(sequence.tables, key=len)) >= num_pages:  # as mostly: a page is lacking once in page_size steps
+            return True
         pairs = list(zip(self._pools.groups, sequence.tables, strict=True))
         if any(num_pages - len(table) > pool.num_available for pool, table in pairs):
             return False
         for pool, table in pairs:
-            table += pool.allocate(max(0, num_pages - len(table))) or []
+            table.extend(pool.allocate(max(0, num_pages - len(table))) or ())
         return True
 
     def slide(self, sequence: Sequence) -> None:
         """Give back the pages behind the windows of what is still to compute."""
+        if not self._has_windows:
+            return
         behind = []
         for number, (group, table) in enumerate(zip(self._layout.groups, sequence.tables, strict=True)):
             index = group.first_seen(sequence.num_computed) // self.page_size - 1
@@ -125,6 +130,8 @@ class PageTables:
 
     def store(self, sequence: Sequence, start: int, end: int) -> None:
         """Make the pages findable that positions `start` to `end`, now computed, have filled, or share equal ones."""
+        if start // self.page_size == end // self.page_size:
+            return
         self._give_back(self.claims.prefix.store(sequence, start, end))
 
     def fresh(self, sequence: Sequence, start: int, end: int) -> Iterator[Place]:

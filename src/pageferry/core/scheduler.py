@@ -105,10 +105,11 @@ def start_step(chunks: list[Chunk], preempted: tuple[Sequence, ...], tables: Pag
     """The plan of the chunks; from here to `end_step` released pages stay out of the pool."""
     fresh: list[Place] = []
     for chunk in chunks:
-        sequence = chunk.sequence
+        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.num_tokens
         if sequence.first_scheduled is None:
             sequence.first_scheduled = now
-        fresh += tables.fresh(sequence, chunk.start, chunk.start + chunk.num_tokens)
+        if tables.num_pages(start) != tables.num_pages(end):
+            fresh += tables.fresh(sequence, start, end)
     return Plan(tuple(chunks), tuple(fresh), tables.begin_step(), preempted)
 
 

@@ -1,13 +1,22 @@
 """One request's state on a worker."""
 
+from array import array
+from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import cast
 
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.token_counts import TokenCounts
 
 NO_PAGE = PageId(-1)
+PageTable = MutableSequence[PageId]  # what `page_table` makes
+
+
+def page_table(pages: Iterable[PageId]) -> PageTable:
+    """An array of 32-bit numbers: a batch takes it as it lies in memory, however long it is."""
+    return cast(PageTable, array("i", pages))
 
 
 class FinishReason(Enum):
@@ -50,7 +59,7 @@ class Sequence:
     arrival: float  # seconds, the worker's clock
     deadline: float | None = None
     token_ids: list[int] = field(default_factory=list)
-    tables: list[list[PageId]] = field(default_factory=list)  # of each cache group
+    tables: list[PageTable] = field(default_factory=list)  # of each cache group
     tail: PageId | None = None  # the same in each group's pool of tails
     page_hashes: list[bytes] = field(default_factory=list)  # of full pages of `token_ids`, as far as known
     num_computed: int = 0
@@ -65,6 +74,7 @@ class Sequence:
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = [*self.work.prompt_ids, *self.work.output_ids]
+        self.tables = [page_table(pages) for pages in self.tables]
 
     @property
     def num_prompt(self) -> int:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -53,10 +52,14 @@ class BatchBuilder:
     for_torch: bool = True  # whether torch attends
 
     def build(self, chunks: tuple[Chunk, ...]) -> Batch:
-        starts = _starts([chunk.num_tokens for chunk in chunks])
-        ids = [token_id for c in chunks for token_id in c.sequence.token_ids[c.start : c.start + c.num_tokens]]
-        positions = np.concatenate([np.arange(c.start, c.start + c.num_tokens, dtype=np.int32) for c in chunks])
-        sampled = [starts[i + 1] - 1 for i, chunk in enumerate(chunks) if chunk.samples]
+        counts = np.array([chunk.num_tokens for chunk in chunks])
+        starts = _starts(counts)
+        before = np.array([chunk.start for chunk in chunks], np.int32) - starts[:-1]
+        positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(before, counts)
+        ids: list[int] = []
+        for chunk in chunks:
+            ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
+        sampled = starts[1:][[chunk.samples for chunk in chunks]] - 1
         tables = self._tables(chunks)
         sequences = Sequences(
             positions=torch.from_numpy(positions),
@@ -67,16 +70,17 @@ class BatchBuilder:
         return Batch(
             token_ids=torch.from_numpy(np.array(ids, np.int32)),
             sequences=sequences,
-            sampled_rows=torch.from_numpy(np.array(sampled, np.int32)),
+            sampled_rows=torch.from_numpy(sampled),
             places=self._places(chunks, starts.tolist(), tables) if self.for_torch else (),
         )
 
     def _tables(self, chunks: tuple[Chunk, ...]) -> tuple[PageTables, ...]:
         lengths = [self.layout.num_pages(chunk.start + chunk.num_tokens) for chunk in chunks]
-        starts, tables = _starts(lengths), []
+        starts, tables = _starts(np.array(lengths)), []
         for group in range(len(self.layout.groups)):
-            pages = chain.from_iterable(c.sequence.tables[group][:end] for c, end in zip(chunks, lengths, strict=True))
-            flat = np.fromiter(pages, np.int32, starts[-1])
+            # Bytes as they lie in the tables' arrays: a context of any length is one copy.
+            parts = [memoryview(c.sequence.tables[group])[:end] for c, end in zip(chunks, lengths, strict=True)]  # type: ignore[arg-type]
+            flat = np.frombuffer(bytearray().join(parts), np.int32)
             tables.append(PageTables(torch.from_numpy(starts), torch.from_numpy(flat)))
         return tuple(tables)
 
@@ -120,9 +124,11 @@ class BatchBuilder:
         return TailTargets(*(torch.tensor(numbers, dtype=torch.int64) for numbers in lists))
 
 
-def _starts(counts: list[int]) -> NDArray[np.int32]:
+def _starts(counts: NDArray[np.int64]) -> NDArray[np.int32]:
     """Where each run of that many begins, and where the last one ends."""
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    starts = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 def _tails(chunks: tuple[Chunk, ...]) -> NDArray[np.int32]:

@@ -7,7 +7,7 @@ from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.plan import Chunk, Plan
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.core.sequence import Sequence, WorkItem
+from pageferry.core.sequence import Sequence, WorkItem, page_table
 
 _BATCHES = (1, 8, 32)  # the largest as many as run unless set otherwise: its memory is taken from the start
 
@@ -29,7 +29,7 @@ def _sequence(num_tokens: int, first_page: int, layout: CacheLayout) -> Sequence
     work = WorkItem("warm-up", (0,) * num_tokens, SamplingParams(temperature=0), StopParams(max_tokens=1))
     pages = [PageId(first_page + page) for page in range(layout.num_pages(num_tokens))]
     tail = PageId(first_page) if layout.format.has_tails else None
-    return Sequence(work, arrival=0.0, tables=[list(pages) for _ in layout.groups], tail=tail)
+    return Sequence(work, arrival=0.0, tables=[page_table(pages) for _ in layout.groups], tail=tail)
 
 
 def _plan(sequences: list[Sequence]) -> Plan:
