@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
+from pageferry.runtime import engine_thread
 from pageferry.runtime.engine_thread import EngineThread
 
 
@@ -187,3 +188,57 @@ async def test_a_timed_wakeup_steps_without_a_command() -> None:
     stepper.work.append(lambda: "woken")
     await recorder.wait("woken")
     await engine.stop()
+
+
+class CountedLoop:
+    """Counts the crossings to the event loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_crossings = 0
+
+        def count(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:
+            self.num_crossings += 1
+            loop.call_soon_threadsafe(callback, *arguments)
+
+        monkeypatch.setattr(engine_thread, "call_on_loop", count)
+
+
+async def test_a_steps_events_and_the_answers_of_commands_after_it_cross_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted, stepper, recorder = CountedLoop(monkeypatch), FakeStepper(), Recorder()
+    engine = EngineThread(stepper, recorder.deliver, name="engine")
+    engine.start()
+    entered, release = threading.Event(), threading.Event()
+
+    def hold() -> str:
+        entered.set()
+        release.wait(5)
+        return "first"
+
+    await engine.call(lambda: [stepper.add(hold), stepper.add(lambda: "second")])
+    entered.wait(5)
+    before = counted.num_crossings
+    calls = [asyncio.create_task(engine.call(lambda number=number: number)) for number in range(5)]  # type: ignore[misc]
+    for call in calls:
+        call.add_done_callback(lambda call: recorder.note(f"answer {call.result()}"))
+    await asyncio.sleep(0)
+    release.set()
+    await recorder.wait("second")
+    await recorder.wait("answer 4")
+    assert recorder.log[0] == "first"
+    assert counted.num_crossings - before == 2, "one a step"
+    await engine.stop()
+
+
+async def test_an_idle_thread_neither_steps_nor_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted, stepper = CountedLoop(monkeypatch), FakeStepper()
+    steps: list[float] = []
+    engine = EngineThread(stepper, Recorder().deliver, name="engine", clock=lambda: float(len(steps)))
+    monkeypatch.setattr(stepper, "step", lambda now: steps.append(now) or [])
+    engine.start()
+    for number in range(1, 4):
+        assert await engine.call(lambda: len(steps)) <= number
+    await engine.stop()
+    assert len(steps) <= 4
+    assert counted.num_crossings == 4, "three answers and the end"

@@ -41,9 +41,11 @@ class _Command:
 class EngineThread(Generic[E]):
     """Runs a Stepper: commands in the order given, then a step, whose events `deliver` gets on the event loop.
 
-    A step's events are delivered before a later command's caller goes on; but they may well be delivered before an
-    earlier command's caller does, who must therefore be ready for them when it calls. If a step or a posted command
-    raises, `failed` gets the exception and the thread ends: the state that it owns can't be trusted any more.
+    Between two steps it crosses to the loop once at most, with the events of the one and the answers of the commands
+    before the other. A step's events are delivered before a later command's caller goes on; but they may well be
+    delivered before an earlier command's caller does, who must therefore be ready for them when it calls. If a step or
+    a posted command raises, `failed` gets the exception and the thread ends: the state that it owns can't be trusted
+    any more.
     """
 
     failed: "asyncio.Future[BaseException]"
@@ -104,11 +106,7 @@ class EngineThread(Generic[E]):
     def _main(self) -> None:
         failure: BaseException | None = None
         try:
-            while self._run_commands():
-                events = self._stepper.step(self._clock())
-                if events:
-                    call_on_loop(self._loop, self._deliver, events)
-                self._wait(self._stepper.next_wakeup(self._clock()))
+            self._loop_steps()
         except BaseException as error:
             failure = error
         with self._wake:
@@ -117,24 +115,48 @@ class EngineThread(Generic[E]):
         answers: list[_Answer] = [(result, None, _stopped()) for result in left]
         call_on_loop(self._loop, self._end, failure, answers)
 
+    def _loop_steps(self) -> None:
+        """Until the thread shall end. What a step gave crosses with the answers of the commands that follow it."""
+        events: list[E] = []
+        while True:
+            answers: list[_Answer] = []
+            try:
+                goes_on = self._run_commands(answers)
+            finally:
+                self._cross(events, answers)
+            if not goes_on:
+                return
+            events = self._stepper.step(self._clock())
+            wait_s = self._stepper.next_wakeup(self._clock())
+            if wait_s != 0 and not self._commands:
+                self._cross(events, [])
+                events = []
+                self._wait(wait_s)
+
+    def _cross(self, events: list[E], answers: "list[_Answer]") -> None:
+        if events or answers:
+            call_on_loop(self._loop, self._arrive, events, answers)
+
+    def _arrive(self, events: list[E], answers: "list[_Answer]") -> None:
+        """On the event loop."""
+        try:
+            if events:
+                self._deliver(events)
+        finally:
+            _settle(answers)
+
     def _wait(self, seconds: float | None) -> None:
         with self._wake:
-            if self._commands or self._stopping or seconds == 0:
-                return
-            self._wake.wait(seconds)
+            if not self._commands and not self._stopping:
+                self._wake.wait(seconds)
 
-    def _run_commands(self) -> bool:
+    def _run_commands(self, answers: "list[_Answer]") -> bool:
         """False: the thread shall end."""
         with self._wake:
             num_commands = len(self._commands)
             stopping = self._stopping
-        answers: list[_Answer] = []
-        try:
-            for _ in range(num_commands):
-                self._run(self._commands.popleft(), answers)
-        finally:
-            if answers:
-                call_on_loop(self._loop, _settle, answers)
+        for _ in range(num_commands):
+            self._run(self._commands.popleft(), answers)
         return not stopping
 
     def _run(self, command: _Command, answers: "list[_Answer]") -> None:
