@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,9 @@ class Model:
 
 
 def fake_model(num_rows: int) -> Model:
-    return Model(SMOLLM2, TorchRunner(Copied(num_rows), NoPages(), BatchBuilder(SMOLLM2, for_torch=False), 1))
+    return Model(
+        SMOLLM2, TorchRunner(Copied(num_rows), NoPages(), BatchBuilder(SMOLLM2, for_torch=False), 1, is_torch=False)
+    )
 
 
 def real_model(name: str, threads: int, num_pages: int) -> Model:
@@ -195,7 +197,7 @@ class Worker:
         inner = model.runner
         forward = Named(forward=clocks.timed("forward", inner.model.forward))
         build = Named(build=clocks.timed("build", inner.builder.build))
-        timed: Any = TorchRunner(forward, inner.pages, build, inner.num_threads)  # type: ignore[arg-type]
+        timed: Any = replace(inner, model=forward, builder=build)
         pools = PagePools(model.layout, [load.num_pages])
         scheduler: Any = DecodeScheduler(SchedulerConfig(max_num_seqs=load.batch), pools, model.layout)
         scheduler.schedule = clocks.timed("schedule", scheduler.schedule)

@@ -83,7 +83,8 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
     pages = loader.pages(layout, memory)
     builder = BatchBuilder(layout, for_torch=loader.for_torch)
     progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory, layout, loader.how)}")
-    runner = TorchRunner(model, pages, builder, torch.get_num_threads())
+    is_torch = not isinstance(model, NativeModel)
+    runner = TorchRunner(model, pages, builder, torch.get_num_threads(), is_torch=is_torch)
     return Engine(layout, memory.num_pages, memory.num_tails, runner, limited, pages, memory.report, scheduler)
 
 

@@ -29,22 +29,29 @@ class TorchRunner:
     pages: PageTensors
     builder: BatchBuilder
     num_threads: int
+    is_torch: bool = True  # whether torch computes: else its inference mode does nothing but cost
     sampler: Sampler = field(default_factory=Sampler)
 
     def run(self, plan: Plan) -> StepResult:
         """Blank the fresh pages, make the copies, compute the chunks, draw where they sample."""
         # OpenMP keeps this number per calling thread, and loading ran on another one than the engine's.
-        torch.set_num_threads(self.num_threads)
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        if not self.is_torch:
+            return self._run(plan)
         with torch.inference_mode():
-            if plan.fresh:
-                self.pages.blank(plan.fresh)
-            for source, target in plan.copies:
-                self.pages.copy(source, target)
-            if not plan.chunks:
-                return StepResult(())
-            batch = self.builder.build(plan.chunks)
-            start = time.perf_counter()
-            logits = self.model.forward(batch, self.pages)
-            forward_s = time.perf_counter() - start
-            samples = self.sampler.sample(logits, [chunk.sequence for chunk in plan.chunks if chunk.samples])
-            return StepResult(samples, forward_s)
+            return self._run(plan)
+
+    def _run(self, plan: Plan) -> StepResult:
+        if plan.fresh:
+            self.pages.blank(plan.fresh)
+        for source, target in plan.copies:
+            self.pages.copy(source, target)
+        if not plan.chunks:
+            return StepResult(())
+        batch = self.builder.build(plan.chunks)
+        start = time.perf_counter()
+        logits = self.model.forward(batch, self.pages)
+        forward_s = time.perf_counter() - start
+        samples = self.sampler.sample(logits, [chunk.sequence for chunk in plan.chunks if chunk.samples])
+        return StepResult(samples, forward_s)

@@ -5,6 +5,7 @@ min-p, and the draw. A row's result depends on that row, its parameters and (see
 numpy's calls, but no number of one row goes into another's.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence as ListLike
 
 import numpy as np
@@ -16,6 +17,7 @@ from pageferry.core.sequence import Sequence
 from pageferry.engine.candidates import Candidates, Filters, Mask, gather, kept_weights, likeliest, probable
 from pageferry.engine.draw import Floats, Ids, Numbers, block_sums, draw_from_all, draw_weighted, uniform
 
+Results = list[SampledToken | SampleFailure]
 _ROWS = 16  # at once: what they take besides the logits stays in the processor's cache
 _TEMPERATURES = np.float32(1e-30), np.float32(1e30)  # beyond, fp32 quotients are what they are here
 
@@ -27,43 +29,61 @@ class Sampler:
         self._memory = np.empty((0, 0), np.float32)
 
     def sample(self, logits: Tensor, sequences: ListLike[Sequence]) -> tuple[SampledToken | SampleFailure, ...]:
-        """One result for each row of `logits` [S, vocab] fp32, which is changed in place."""
+        """One result for each row of `logits` [S, vocab] fp32, which is changed in place.
+
+        For greedy rows little is called: the forward pass has left none of it in the processor's caches.
+        """
         if not sequences:
             return ()
-        with np.errstate(all="ignore"):  # overflows end at 0, infinity, or a row's failure
-            return self._sample(logits.numpy(), sequences)
-
-    def _sample(self, logits: Floats, sequences: ListLike[Sequence]) -> tuple[SampledToken | SampleFailure, ...]:
-        rows = np.arange(len(logits))
-        chosen = logits.argmax(axis=1)  # a NaN where there is one
-        is_finite = np.isfinite(logits[rows, chosen]) & (logits.min(axis=1) > -np.inf)
-        for row, sequence in enumerate(sequences):
-            if is_finite[row] and _adjust(logits[row], sequence):
-                chosen[row] = logits[row].argmax()
-        largest = logits[rows, chosen]
-        is_drawable = is_finite & (largest > -np.inf)
+        numbers = logits.numpy()
+        token_ids = numbers.argmax(axis=1).tolist()  # a NaN's where there is one
+        least = np.minimum.reduce(numbers, axis=1).tolist()
+        results: Results = []
         drawn, reported = [], []
-        for row in np.flatnonzero(is_drawable).tolist():
-            params = sequences[row].work.sampling
+        for row, sequence in enumerate(sequences):
+            if not (least[row] > -math.inf and numbers.item(row, token_ids[row]) < math.inf):
+                results.append(SampleFailure(f"logits of position {sequence.num_output} are not finite numbers"))
+                continue
+            if _is_adjusted(sequence):
+                token_ids[row] = _adjust(numbers[row], sequence)
+                if numbers.item(row, token_ids[row]) == -math.inf:
+                    why = "all are stop ids before min_tokens"
+                    results.append(SampleFailure(f"no token may follow at position {sequence.num_output}: {why}"))
+                    continue
+            params = sequence.work.sampling
             if not params.is_greedy:
                 drawn.append(row)
             if params.num_logprobs is not None:
                 reported.append(row)
-        for some in _parts(drawn):
-            chosen[some] = self._draw(logits, largest, some, [sequences[row] for row in some])
-        results: list[SampledToken | SampleFailure] = [SampledToken(token_id) for token_id in chosen.tolist()]
-        for some in _parts(reported):
-            counts = [sequences[row].work.sampling.num_logprobs or 0 for row in some]
-            for row, result in zip(
-                some, self._report(logits, largest, some, chosen[some], np.array(counts)), strict=True
-            ):
-                results[row] = result
-        for row in np.flatnonzero(~is_drawable).tolist():
-            results[row] = _failure(sequences[row].num_output, is_finite=bool(is_finite[row]))
+            results.append(SampledToken(token_ids[row]))
+        if drawn or reported:
+            likeliest_ids = np.array(token_ids)
+            with np.errstate(all="ignore"):  # overflows end at 0, or at infinity below the likeliest
+                self._draw_all(numbers, likeliest_ids, drawn, sequences, results)
+                self._report_all(numbers, likeliest_ids, reported, sequences, results)
         return tuple(results)
 
+    def _draw_all(
+        self, logits: Floats, likeliest_ids: Ids, rows: list[int], sequences: ListLike[Sequence], results: Results
+    ) -> None:
+        for some in _parts(rows):
+            largest = logits[some, likeliest_ids[some]]
+            drawn = self._draw(logits, largest, some, [sequences[row] for row in some])
+            for row, token_id in zip(some.tolist(), drawn.tolist(), strict=True):
+                results[row] = SampledToken(token_id)
+
+    def _report_all(
+        self, logits: Floats, likeliest_ids: Ids, rows: list[int], sequences: ListLike[Sequence], results: Results
+    ) -> None:
+        for some in _parts(rows):
+            largest = logits[some, likeliest_ids[some]]
+            counts = np.array([sequences[row].work.sampling.num_logprobs or 0 for row in some])
+            token_ids = np.array([result.token_id for row in some if isinstance(result := results[row], SampledToken)])
+            for row, result in zip(some, self._report(logits, largest, some, token_ids, counts), strict=True):
+                results[row] = result
+
     def _draw(self, logits: Floats, largest: Floats, rows: Ids, sequences: list[Sequence]) -> Ids:
-        """A token id for each of some rows."""
+        """A token id for each of some rows, whose largest logits are given."""
         params = [sequence.work.sampling for sequence in sequences]
         filters = _filters(params, logits.shape[1])
         uniforms = np.array(
@@ -76,12 +96,12 @@ class Sampler:
             among = gather(logits, rows[some], mask)
             drawn[some] = _draw_among(among, filters.of(some), np.zeros(len(some)), uniforms[some])
         for some in _parts_where((filters.top_k == 0) & is_limited):
-            weights = self._weights(logits, largest, rows[some], filters.temperature[some])
+            weights = self._weights(logits, largest[some], rows[some], filters.temperature[some])
             totals = block_sums(weights).sum(axis=1)
             among = gather(logits, rows[some], probable(weights, totals, filters.of(some)))
             drawn[some] = _draw_among(among, filters.of(some), totals, uniforms[some])
         for some in _parts_where((filters.top_k == 0) & ~is_limited):
-            weights = self._weights(logits, largest, rows[some], filters.temperature[some])
+            weights = self._weights(logits, largest[some], rows[some], filters.temperature[some])
             drawn[some] = draw_from_all(weights, uniforms[some])
         return drawn
 
@@ -90,7 +110,7 @@ class Sampler:
     ) -> Iterator[SampledToken]:
         """The drawn tokens of some rows with log-probabilities, of `counts` likeliest ones too."""
         weights = self._weights(logits, largest, rows, np.ones(len(rows)))
-        norms = largest[rows] + np.log(block_sums(weights).sum(axis=1))
+        norms = largest + np.log(block_sums(weights).sum(axis=1))
         logprobs = (logits[rows, token_ids] - norms).tolist()
         top: list[tuple[tuple[int, float], ...]] = [()] * len(rows)
         for some in _parts_where(counts > 0):
@@ -115,7 +135,7 @@ class Sampler:
     def _weights(self, logits: Floats, largest: Floats, rows: Ids, temperature: Numbers) -> Floats:
         """[S, vocab]: of each row's tokens, relative to the likeliest; the next copy overwrites them."""
         weights = self._copy(logits, rows)
-        weights -= largest[rows, None]
+        weights -= largest[:, None]
         if (temperature != 1).any():
             weights /= np.clip(temperature, *_TEMPERATURES).astype(np.float32)[:, None]
         return np.exp(weights, out=weights)
@@ -150,15 +170,20 @@ def _draw_among(among: Iterable[Candidates], filters: Filters, totals: Numbers, 
     return drawn
 
 
-def _adjust(row: Floats, sequence: Sequence) -> bool:
-    """Whether it has changed the row."""
-    params, stop = sequence.work.sampling, sequence.work.stop
-    is_banning = stop.min_tokens > 0 and bool(stop.stop_token_ids) and sequence.num_output < stop.min_tokens
-    if params.has_penalties:
-        _penalise(row, sequence)
-    if is_banning:
+def _is_adjusted(sequence: Sequence) -> bool:
+    stop = sequence.work.stop
+    return sequence.work.sampling.has_penalties or (stop.min_tokens > 0 and sequence.num_output < stop.min_tokens)
+
+
+def _adjust(row: Floats, sequence: Sequence) -> int:
+    """The likeliest token after penalties and the ban."""
+    if sequence.work.sampling.has_penalties:
+        with np.errstate(all="ignore"):
+            _penalise(row, sequence)
+    stop = sequence.work.stop
+    if sequence.num_output < stop.min_tokens:
         row[list(stop.stop_token_ids)] = -np.inf
-    return params.has_penalties or is_banning
+    return int(row.argmax())
 
 
 def _penalise(row: Floats, sequence: Sequence) -> None:
@@ -175,9 +200,3 @@ def _penalise(row: Floats, sequence: Sequence) -> None:
         added = params.presence_penalty + params.frequency_penalty * num_output
         values = values - np.where(num_output > 0, added, 0.0)
     row[ids] = values
-
-
-def _failure(position: int, *, is_finite: bool) -> SampleFailure:
-    if is_finite:
-        return SampleFailure(f"no token may follow at position {position}: all are stop ids before min_tokens")
-    return SampleFailure(f"logits of position {position} are not finite numbers")
