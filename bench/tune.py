@@ -1,10 +1,10 @@
 """What the scheduler's settings do to latency and throughput: the measurements behind their defaults.
 
-    python bench/tune.py [--only NAME ...] [--rounds 3] [--seconds 12] [--model smollm2] [--out docs/tuning] [--json FILE]
+    python bench/tune.py [--only NAME ...] [--rounds 3] [--seconds 12] [--model smollm2] [--out docs/tuning]
 
 Each experiment starts Pageferry anew for each value of one setting, under the same load of `pageferry bench`, values in
-turn (A B C A B C), and takes medians over the rounds. Prints a table and draws a plot for each; docs/tuning.md says what
-follows from them. Run it where nothing else runs, with one core or more for each worker.
+turn (A B C A B C), and takes medians over the rounds. Prints a table and draws a plot for each; docs/tuning.md says
+what follows from them. Run it where nothing else runs, with one core or more for each worker.
 """
 
 import argparse

@@ -129,7 +129,9 @@ async def test_ctrl_c_prints_what_was_measured(tiny_model: Path) -> None:
         load = ("--duration", "60s", "--input-tokens", "8", "--tokenizer", str(tiny_model))
         command = [*PAGEFERRY, "bench", "--url", url, *load]
         piped = asyncio.subprocess.PIPE
+        ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child of a background job ignores it else
         process = await asyncio.create_subprocess_exec(*command, stdout=piped, stderr=piped, env=environment())
+        signal.signal(signal.SIGINT, ours)
         try:
             await server.until_asked(20)
             process.send_signal(signal.SIGINT)
