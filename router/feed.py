@@ -12,8 +12,8 @@ import grpc
 from pageferry.v1.decode_pb2 import CallEvents, DecodeResponse, SubscribeRequest, SubscribeResponse
 
 _SUBSCRIPTION_BYTES = 16
-# How long a call's own stream may be ahead of the feed; only a worker that forgets to tell of an end takes as long.
-_PATIENCE_S = 5.0
+# How long an error waits for the tokens before it; a deadline's does not, since the worker need not tell of that end.
+_PATIENCE_S = 0.2
 Subscribe = Callable[[SubscribeRequest], "grpc.aio.UnaryStreamCall[SubscribeRequest, SubscribeResponse]"]
 
 
@@ -36,7 +36,10 @@ class FedCall:
         self._is_told.set()
 
     async def own_messages(self, call: AsyncIterable[DecodeResponse]) -> AsyncIterator[DecodeResponse]:
-        """Those of the call's own stream, whose end, good or bad, comes when the feed has told all."""
+        """Those of the call's own stream, whose end comes when the feed has told all, or has ended.
+
+        A good end waits as long as that takes, since a feed that lags is behind all the calls that it tells of.
+        """
         is_fed = False
         error: grpc.aio.AioRpcError | None = None
         try:
@@ -45,12 +48,15 @@ class FedCall:
                 yield message
         except grpc.aio.AioRpcError as raised:
             error = raised
-        if is_fed:
+        if error is None:
+            if is_fed:
+                await self._is_told.wait()
+            return
+        if is_fed and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PATIENCE_S):
                     await self._is_told.wait()
-        if error is not None:
-            raise error
+        raise error
 
 
 class Feed:
