@@ -24,6 +24,8 @@ QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-psabi"]
 ISA_FLAGS = {
     "kernels_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "kernels_avx512": ["-mavx2", "-mfma", "-mf16c", *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni"))],
+    "copies_pclmul": ["-msse4.2", "-mpclmul"],
+    "copies_vpclmul": ["-msse4.2", "-mpclmul", "-mavx512f", "-mvpclmulqdq"],
 }
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 

@@ -11,6 +11,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +113,9 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "append": (None, (*_TEAM, c_void_p, POINTER(Rotary), POINTER(Pages), POINTER(Batch), c_int32)),
     "attention_bytes": (c_int64, (*_TEAM, POINTER(Attention), POINTER(Pages), POINTER(Batch))),
     "attention": (None, (*_TEAM, POINTER(Attention), POINTER(Pages), POINTER(Batch), c_void_p)),
+    "copy_level": (c_int32, ()),
+    "read_pages": (None, (c_int32, c_void_p, c_int32, c_void_p, c_void_p)),
+    "write_pages": (None, (c_int32, c_void_p, c_int32, c_void_p, c_void_p)),
     "step_bytes": (c_int64, (*_TEAM, POINTER(Model), POINTER(Pool), POINTER(Batch))),
     "step": (None, (*_TEAM, POINTER(Model), POINTER(Pool), POINTER(Batch), POINTER(Tokens), c_void_p)),
 }
@@ -172,6 +176,23 @@ def load_kernels(num_threads: int, isa: Isa | None = None) -> CpuKernels | None:
     return CpuKernels(functions, Isa(functions["best_isa"]()) if isa is None else isa, num_threads)
 
 
+class CopyFunctions(NamedTuple):
+    """The copies of pages, and how wide the vectors are that this machine runs them with."""
+
+    read: Callable[..., int]
+    write: Callable[..., int]
+    level: int
+
+
+@functools.cache
+def copy_functions() -> CopyFunctions | None:
+    """None where the library was not built, or this machine can't run them."""
+    functions = _functions()
+    if functions is None or not (level := functions["copy_level"]()):
+        return None
+    return CopyFunctions(functions["read_pages"], functions["write_pages"], level)
+
+
 def available_isas() -> tuple[Isa, ...]:
     """All instruction sets that this machine runs, the portable one first; none without the library."""
     best = load_kernels(1)
@@ -187,4 +208,4 @@ def address(tensor: Tensor | None, dtype: torch.dtype = torch.float32) -> int | 
     return tensor.data_ptr()
 
 
-__all__ = ["CpuKernels", "Isa", "address", "available_isas", "byref", "load_kernels"]
+__all__ = ["CpuKernels", "Isa", "address", "available_isas", "byref", "copy_functions", "load_kernels"]

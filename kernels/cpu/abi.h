@@ -130,4 +130,20 @@ struct Pool {
     int32_t reserved;
 };
 
+// Some layers of one page, which lie in a flat buffer at `offset`, one range after the other.
+struct PageCopy {
+    uint8_t* page;
+    int64_t starts[3];   // in the page, of its elements, scales and zero points
+    int64_t lengths[3];  // 0: none
+    int64_t offset;
+};
+
+// What a copy was found to be.
+struct PageCheck {
+    uint32_t crc32c;
+    int32_t bad_part;   // 1: a scale isn't finite and positive, 2: a zero point isn't finite, 0: neither
+    int32_t bad_index;  // which of them
+    int32_t bad_bits;   // as it is
+};
+
 }  // namespace pf
