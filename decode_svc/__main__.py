@@ -10,11 +10,12 @@ from pageferry.core.limits import ModelLimits
 from pageferry.core.pools import PagePools
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
+from pageferry.runtime.page_wire import add_page_service
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_process import LoadedEngine, WorkerMain, WorkerParts, advertised_host
 from pageferry.v1.decode_pb2 import DecodeRequest, SubscribeRequest
 from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
-from pageferry.v1.page_pb2_grpc import PageServiceServicer, add_PageServiceServicer_to_server
+from pageferry.v1.page_pb2_grpc import PageServiceServicer
 from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE
 
 
@@ -26,7 +27,7 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
 
     def register(self, server: GrpcServer) -> None:
         server.add(add_DecodeServiceServicer_to_server, self, "pageferry.v1.DecodeService")
-        server.add(add_PageServiceServicer_to_server, self, "pageferry.v1.PageService")
+        server.add(add_page_service, self, "pageferry.v1.PageService")
 
     async def Decode(  # type: ignore[override]  # noqa: N802 - a coroutine that writes by itself
         self, request: DecodeRequest, context: Any
@@ -63,7 +64,7 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
         scheduler = DecodeScheduler(parts.config.scheduler, pools, engine.layout)
         step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock)
         kv_endpoint = f"{advertised_host(parts.config.server)}:{parts.port}"
-        served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff.lease_ms)
+        served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff)
         return DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)
 
     def chunk_tokens(self, config: Config) -> int:

@@ -11,8 +11,9 @@ from pageferry.core.plan import SampledToken
 from pageferry.core.pools import PagePools
 from pageferry.core.sequence import Sequence
 from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.frames import FrameKey
 from pageferry.runtime.metrics import WorkerMetrics
-from pageferry.runtime.receive import FrameKey, Grant
+from pageferry.runtime.receive import Grant
 
 Places = Mapping[PageKey, Place]
 

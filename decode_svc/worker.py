@@ -9,10 +9,11 @@ from typing import Any
 
 from opentelemetry.trace import Tracer
 
+from pageferry.core.config import HandoffConfig
 from pageferry.core.errors import CancelledError, PageferryError, invalid
 from pageferry.core.handoff import TICKET_BYTES
-from pageferry.core.layout import PageSink
 from pageferry.core.limits import ModelLimits
+from pageferry.core.page_io import PageSink
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.call import Call, first_own_ms
@@ -36,7 +37,7 @@ class Served:
     pages: PageSink
     executor: ThreadPoolExecutor  # the one transfer thread
     kv_endpoint: str
-    lease_ms: int
+    handoff: HandoffConfig
 
 
 class DecodeWorker(WorkCalls[Call, Event]):
@@ -54,11 +55,11 @@ class DecodeWorker(WorkCalls[Call, Event]):
             self.engine,
             clock,
             publisher.metrics,
-            lease_ms=served.lease_ms,
+            lease_ms=served.handoff.lease_ms,
             vocab_size=served.limits.vocab_size,
         )
         self.subscriptions = Subscriptions()
-        self.receiver = PageReceiver(self.desk, served.pages, served.executor)
+        self.receiver = PageReceiver(self.desk, served.pages, served.executor, served.handoff)
 
     async def decode(self, request: pb.DecodeRequest, context: Any) -> None:
         with counted(self._publisher.metrics) as outcome:

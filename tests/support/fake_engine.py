@@ -12,10 +12,12 @@ from typing import Any
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup, full_group
 from pageferry.core.layout import CacheLayout, PageKey, PageLayout, Place
+from pageferry.core.page_io import Buffer, PageRun, Written
 from pageferry.core.plan import Plan, SampledToken, SampleFailure, StepResult
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import Sequence, WorkItem
+from pageferry.engine.copies import read_by_page, write_by_page
 
 VOCAB_SIZE = 1000
 LAYOUT = CacheLayout(
@@ -65,6 +67,16 @@ class FakePages:
         for start, length in self.layout.of(place).ranges(first_layer, num_layers):
             self.at(place)[start : start + length] = payload[offset : offset + length]
             offset += length
+
+    def read_into(self, run: PageRun, buffer: memoryview) -> ListLike[int]:
+        return read_by_page(self.read, run, buffer)
+
+    def write_from(self, run: PageRun, buffer: Buffer) -> Written:
+        def write(page: PageId, first_layer: int, num_layers: int, payload: bytes) -> None:
+            self.write(Place(run.group, page, run.is_tail), first_layer, num_layers, payload)
+
+        place = Place(run.group, PageId(0), run.is_tail)
+        return write_by_page(write, self.layout.of(place), run, buffer)
 
     def converted(self, layout: CacheLayout) -> "FakePages":
         assert layout == self.layout, "the fake model writes one format"

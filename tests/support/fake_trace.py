@@ -71,7 +71,15 @@ def example() -> TracesData:
         "pageferry-prefill",
         span((5, 4), PREFILL, "server", (1.5, 54.5)),
         span((6, 5), "prefill.chunk", "", (2, 50), pageferry__chunk__start=0, pageferry__chunk__tokens=37),
-        span((7, 5), "kv.push", "client", (3, 54), **push, pageferry__handoff__hidden=0.71),
+        span(
+            (7, 5),
+            "kv.push",
+            "client",
+            (3, 54),
+            **push,
+            pageferry__handoff__transport="shm",
+            pageferry__handoff__hidden=0.71,
+        ),
     )
     decode = of_service(
         "pageferry-decode",

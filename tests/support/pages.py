@@ -10,9 +10,12 @@ from pageferry.core.errors import FailedPreconditionError, PageferryError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup, full_group
 from pageferry.core.layout import CacheLayout, PageKey, Place
+from pageferry.core.page_io import Buffer, PageRun, Written
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
-from pageferry.runtime.receive import FrameKey, Grant
+from pageferry.engine.copies import read_by_page, write_by_page
+from pageferry.runtime.frames import FrameKey
+from pageferry.runtime.receive import Grant
 
 TICKET = bytes(range(16))
 
@@ -60,6 +63,16 @@ class MemoryPages:
         self.before(place)
         ranges = self.layout.of(place).ranges(first_layer, num_layers)
         return b"".join(self.pages[place][offset : offset + length] for offset, length in ranges)
+
+    def read_into(self, run: PageRun, buffer: memoryview) -> Sequence[int]:
+        return read_by_page(self.read, run, buffer)
+
+    def write_from(self, run: PageRun, buffer: Buffer) -> Written:
+        def write(page: PageId, first_layer: int, num_layers: int, payload: bytes) -> None:
+            self.write(Place(run.group, page, run.is_tail), first_layer, num_layers, payload)
+
+        place = Place(run.group, PageId(0), run.is_tail)
+        return write_by_page(write, self.layout.of(place), run, buffer)
 
     def converted(self, layout: CacheLayout) -> "MemoryPages":
         assert layout == self.layout

@@ -18,24 +18,54 @@ PAGE_KIND_PAGE: PageKind
 PAGE_KIND_TAIL: PageKind
 
 class PushRequest(_message.Message):
-    __slots__ = ("open", "frame", "keep_alive", "commit")
+    __slots__ = ("open", "frame", "keep_alive", "commit", "frames", "staged", "attached")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     FRAME_FIELD_NUMBER: _ClassVar[int]
     KEEP_ALIVE_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    STAGED_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
     open: Open
     frame: PageFrame
     keep_alive: KeepAlive
     commit: Commit
-    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., frame: _Optional[_Union[PageFrame, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ...) -> None: ...
+    frames: PageFrames
+    staged: StagedPages
+    attached: StagingAttached
+    def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., frame: _Optional[_Union[PageFrame, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., frames: _Optional[_Union[PageFrames, _Mapping]] = ..., staged: _Optional[_Union[StagedPages, _Mapping]] = ..., attached: _Optional[_Union[StagingAttached, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("ticket", "layout")
+    __slots__ = ("ticket", "layout", "staging")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     layout: _types_pb2.PageLayout
-    def __init__(self, ticket: _Optional[bytes] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ...) -> None: ...
+    staging: StagingRequest
+    def __init__(self, ticket: _Optional[bytes] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., staging: _Optional[_Union[StagingRequest, _Mapping]] = ...) -> None: ...
+
+class StagingRequest(_message.Message):
+    __slots__ = ("proof",)
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    def __init__(self, proof: _Optional[bytes] = ...) -> None: ...
+
+class StagingOffer(_message.Message):
+    __slots__ = ("name", "nonce", "num_bytes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    nonce: bytes
+    num_bytes: int
+    def __init__(self, name: _Optional[str] = ..., nonce: _Optional[bytes] = ..., num_bytes: _Optional[int] = ...) -> None: ...
+
+class StagingAttached(_message.Message):
+    __slots__ = ("proof",)
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    def __init__(self, proof: _Optional[bytes] = ...) -> None: ...
 
 class PageFrame(_message.Message):
     __slots__ = ("group", "page_index", "first_layer", "num_layers", "crc32c", "kind", "payload")
@@ -54,6 +84,26 @@ class PageFrame(_message.Message):
     kind: PageKind
     payload: bytes
     def __init__(self, group: _Optional[int] = ..., page_index: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., crc32c: _Optional[int] = ..., kind: _Optional[_Union[PageKind, str]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class PageFrames(_message.Message):
+    __slots__ = ("frames",)
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    frames: _containers.RepeatedCompositeFieldContainer[PageFrame]
+    def __init__(self, frames: _Optional[_Iterable[_Union[PageFrame, _Mapping]]] = ...) -> None: ...
+
+class StagedPages(_message.Message):
+    __slots__ = ("group", "kind", "page_indexes", "offset", "crc32c")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    PAGE_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    kind: PageKind
+    page_indexes: _containers.RepeatedScalarFieldContainer[int]
+    offset: int
+    crc32c: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, group: _Optional[int] = ..., kind: _Optional[_Union[PageKind, str]] = ..., page_indexes: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., crc32c: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KeepAlive(_message.Message):
     __slots__ = ()
@@ -86,10 +136,14 @@ class PushResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., acked: _Optional[_Union[Acked, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("lease_ms",)
+    __slots__ = ("lease_ms", "takes_frames", "staging")
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
     lease_ms: int
-    def __init__(self, lease_ms: _Optional[int] = ...) -> None: ...
+    takes_frames: bool
+    staging: StagingOffer
+    def __init__(self, lease_ms: _Optional[int] = ..., takes_frames: _Optional[bool] = ..., staging: _Optional[_Union[StagingOffer, _Mapping]] = ...) -> None: ...
 
 class Acked(_message.Message):
     __slots__ = ("frames",)

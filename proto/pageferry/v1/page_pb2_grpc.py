@@ -47,9 +47,9 @@ class PageServiceServicer:
     """
 
     def Push(self, request_iterator, context):
-        """Hands one request's pages over. The sender writes Open, waits for Opened, then writes PageFrame and KeepAlive in
-        any number, then Commit. The receiver writes Opened, any number of Acked, then Committed, or ends the call with an
-        error status. A broken call aborts its ticket for good.
+        """Hands one request's pages over. The sender writes Open, waits for Opened, then writes PageFrame, PageFrames,
+        StagedPages and KeepAlive in any number, then Commit. The receiver writes Opened, any number of Acked, then
+        Committed, or ends the call with an error status. A broken call aborts its ticket for good.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

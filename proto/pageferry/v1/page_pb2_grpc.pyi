@@ -34,9 +34,9 @@ class PageServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PageServiceAsyncStub: ...
     Push: _grpc.StreamStreamMultiCallable[_page_pb2.PushRequest, _page_pb2.PushResponse]
-    """Hands one request's pages over. The sender writes Open, waits for Opened, then writes PageFrame and KeepAlive in
-    any number, then Commit. The receiver writes Opened, any number of Acked, then Committed, or ends the call with an
-    error status. A broken call aborts its ticket for good.
+    """Hands one request's pages over. The sender writes Open, waits for Opened, then writes PageFrame, PageFrames,
+    StagedPages and KeepAlive in any number, then Commit. The receiver writes Opened, any number of Acked, then
+    Committed, or ends the call with an error status. A broken call aborts its ticket for good.
     """
 
 @_typing.type_check_only
@@ -45,9 +45,9 @@ class PageServiceAsyncStub(PageServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Push: _aio.StreamStreamMultiCallable[_page_pb2.PushRequest, _page_pb2.PushResponse]  # type: ignore[assignment]
-    """Hands one request's pages over. The sender writes Open, waits for Opened, then writes PageFrame and KeepAlive in
-    any number, then Commit. The receiver writes Opened, any number of Acked, then Committed, or ends the call with an
-    error status. A broken call aborts its ticket for good.
+    """Hands one request's pages over. The sender writes Open, waits for Opened, then writes PageFrame, PageFrames,
+    StagedPages and KeepAlive in any number, then Commit. The receiver writes Opened, any number of Acked, then
+    Committed, or ends the call with an error status. A broken call aborts its ticket for good.
     """
 
 class PageServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,9 +59,9 @@ class PageServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_page_pb2.PushRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_page_pb2.PushResponse], _abc.AsyncIterator[_page_pb2.PushResponse]]:
-        """Hands one request's pages over. The sender writes Open, waits for Opened, then writes PageFrame and KeepAlive in
-        any number, then Commit. The receiver writes Opened, any number of Acked, then Committed, or ends the call with an
-        error status. A broken call aborts its ticket for good.
+        """Hands one request's pages over. The sender writes Open, waits for Opened, then writes PageFrame, PageFrames,
+        StagedPages and KeepAlive in any number, then Commit. The receiver writes Opened, any number of Acked, then
+        Committed, or ends the call with an error status. A broken call aborts its ticket for good.
         """
 
 def add_PageServiceServicer_to_server(servicer: PageServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,6 +32,7 @@ _SHOWN = {
     "pageferry.handoff.format": "format",
     "pageferry.handoff.pages": "pages",
     "pageferry.handoff.bytes": "bytes",
+    "pageferry.handoff.transport": "transport",
     "pageferry.handoff.hidden": "hidden",
     "pageferry.handoff.tail_ms": "transfer_tail",
     "pageferry.steps": "steps",

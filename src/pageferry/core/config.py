@@ -14,6 +14,7 @@ from pageferry.core.settings import Setting, convert, read_environment, read_fil
 
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
 KERNELS = ("auto", "cpu", "torch")
+TRANSPORTS = ("auto", "inline", "shm")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECRETS = ("salt_key",)
 _MAX_PORT = 65535
@@ -129,9 +130,11 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class HandoffConfig:
     lease_ms: int = 30_000
-    max_frames_in_flight: int = 16
+    max_frames_in_flight: int = 64  # that travel inline; shared memory bounds itself
+    transport: str = "auto"  # inline: in messages; shm: through shared memory; auto: that where it is possible
 
     def __post_init__(self) -> None:
+        _check_choice("transport", self.transport, TRANSPORTS)
         _check_ranges(self, lease_ms=(1, 3_600_000), max_frames_in_flight=(1, 1024))
 
 

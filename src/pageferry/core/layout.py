@@ -9,7 +9,7 @@ range of a page is at most three byte ranges.
 import hashlib
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pageferry.core.errors import FailedPreconditionError, invalid
 from pageferry.core.formats import Element, PageFormat, TensorFormat
@@ -26,7 +26,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGN) * _ALIGN
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PageLayout:
     """The bytes of one pool's pages."""
 
@@ -65,39 +65,39 @@ class PageLayout:
         scales = self.num_kv_heads * side.scale_bytes(self.page_size, self.head_dim)
         return elements, scales, self.num_kv_heads * side.zero_bytes(self.page_size, self.head_dim)
 
-    @property
+    @cached_property
     def k_layer_bytes(self) -> int:
         """Bytes of one layer's K elements, which V's follow."""
         return self.side_bytes(self.format.k)[0]
 
-    @property
+    @cached_property
     def payload_layer_bytes(self) -> int:
         return self.k_layer_bytes + self.side_bytes(self.format.v)[0]
 
-    @property
+    @cached_property
     def scale_layer_bytes(self) -> int:
         return self.side_bytes(self.format.k)[1] + self.side_bytes(self.format.v)[1]
 
-    @property
+    @cached_property
     def zero_layer_bytes(self) -> int:
         return self.side_bytes(self.format.k)[2] + self.side_bytes(self.format.v)[2]
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """Bytes of one layer of a page, without padding."""
         return self.payload_layer_bytes + self.scale_layer_bytes + self.zero_layer_bytes
 
-    @property
+    @cached_property
     def scale_offset(self) -> int:
         """Where the scales begin in a page."""
         return _aligned(self.num_layers * self.payload_layer_bytes)
 
-    @property
+    @cached_property
     def zero_offset(self) -> int:
         """Where the zero points begin in a page."""
         return self.scale_offset + _aligned(self.num_layers * self.scale_layer_bytes)
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         return self.zero_offset + _aligned(self.num_layers * self.zero_layer_bytes)
 
@@ -217,31 +217,3 @@ class CacheLayout:
         """Name and text of each field that counts."""
         values = [(item.name, getattr(self, item.name)) for item in fields(self) if item.compare]
         return [(name, groups_text(value) if name == "groups" else str(value)) for name, value in values]
-
-
-class PageSource(Protocol):
-    """Where pages are read from; any thread may call, for pages it holds a reference to."""
-
-    layout: CacheLayout
-
-    def read(self, key: PageKey, place: Place, first_layer: int, num_layers: int) -> bytes:
-        """A copy of the layer range's bytes, as those of page `key`: payload, then scales, then zero points.
-
-        Layers count from the group's first. `key` and `place` differ in kind where a source without tails is read as
-        one that has them.
-        """
-        ...
-
-    def converted(self, layout: CacheLayout) -> "PageSource":
-        """The same pages as a pool of that layout holds them, for a `layout` that this one's `ships_to`."""
-        ...
-
-
-class PageSink(Protocol):
-    """Where pages are written to; any thread may call, for pages it holds a reference to."""
-
-    layout: CacheLayout
-
-    def write(self, place: Place, first_layer: int, num_layers: int, payload: bytes) -> None:
-        """Copy a layer range's bytes, as `PageSource.read` gave them, into the page."""
-        ...

@@ -51,11 +51,11 @@ class Sender:
             raise AssertionError(f"{key} is shipped twice")
         self._pages.add(key)
 
-    def sent(self, num_bytes: int, now: float) -> None:
-        """A frame with that much payload was written."""
+    def sent(self, num_bytes: int, now: float, num_frames: int = 1) -> None:
+        """Frames with that much payload, all together, are written."""
         if self._num_sent == self._num_acked:
             self._in_flight_since = now
-        self._num_sent += 1
+        self._num_sent += num_frames
         self._num_bytes += num_bytes
 
     def acked(self, num_frames: int, now: float) -> None:

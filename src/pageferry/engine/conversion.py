@@ -1,13 +1,15 @@
 """Pages of a 16- or 32-bit pool in the format of another pool, converted as they are read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pageferry.core.formats import TensorFormat
-from pageferry.core.layout import TAIL_FORMAT, CacheLayout, PageKey, PageSource, Place
+from pageferry.core.layout import TAIL_FORMAT, CacheLayout, PageKey, Place
+from pageferry.core.page_io import PageRun, PageSource
+from pageferry.engine.copies import read_by_page
 from pageferry.kernels.append_pages import LayerPages
 from pageferry.kernels.quantise import Stored, quantise
 
@@ -44,6 +46,9 @@ class ConvertedPages:
         elements = _bytes(part.elements for part in stored)
         scales = _bytes(part.scales for part in stored if part.scales is not None)
         return elements + scales + _bytes(part.zeros for part in stored if part.zeros is not None)
+
+    def read_into(self, run: PageRun, buffer: memoryview) -> Sequence[int]:
+        return read_by_page(self.read, run, buffer)
 
     def converted(self, layout: CacheLayout) -> PageSource:
         return ConvertedPages(self._pages, layout)

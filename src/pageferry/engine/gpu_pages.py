@@ -7,9 +7,11 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from pageferry.core.layout import CacheLayout, PageKey, PageLayout, PageSource, Place
+from pageferry.core.layout import CacheLayout, PageKey, PageLayout, Place
+from pageferry.core.page_io import Buffer, PageRun, PageSource, Written
 from pageferry.core.pool import PageId
 from pageferry.engine.conversion import ConvertedPages
+from pageferry.engine.copies import read_by_page, write_by_page
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.pool_memory import PoolMemory
 
@@ -83,6 +85,12 @@ class DeviceMemory(PoolMemory):
     def write(self, page: PageId, first_layer: int, num_layers: int, payload: bytes) -> None:
         self._staging.write(self._flat, self._spans_of(page, first_layer, num_layers, payload), payload)
 
+    def read_into(self, run: PageRun, buffer: memoryview) -> Sequence[int]:
+        return read_by_page(lambda _, place, *layers: self.read(place.page, *layers), run, buffer)
+
+    def write_from(self, run: PageRun, buffer: Buffer) -> Written:
+        return write_by_page(self.write, self.layout, run, buffer)
+
     def blank(self, pages: Sequence[PageId]) -> None:
         super().blank(pages)
         self._staging.changed()
@@ -123,6 +131,9 @@ class ConvertedOnHost:
         with self._lock:
             self._host.write(here, first_layer, num_layers, self._pages.read(as_stored, place, first_layer, num_layers))
             return self._converted.read(key, here, first_layer, num_layers)
+
+    def read_into(self, run: PageRun, buffer: memoryview) -> Sequence[int]:
+        return read_by_page(self.read, run, buffer)
 
     def converted(self, layout: CacheLayout) -> PageSource:
         return self._pages.converted(layout)

@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pageferry.core.layout import CacheLayout, PageKey, PageLayout, PageSource, Place
+from pageferry.core.layout import CacheLayout, PageKey, PageLayout, Place
+from pageferry.core.page_io import Buffer, PageRun, PageSource, Written
 from pageferry.core.pool import PageId
 from pageferry.engine.conversion import ConvertedPages
 from pageferry.engine.pool_memory import PoolMemory
@@ -13,7 +14,7 @@ from pageferry.kernels.append_pages import LayerPages
 class PageTensors:
     """A pool of pages of each cache group, and where the format has tails one of those; `PageSource` and `PageSink`.
 
-    Any thread may `read` and `write` pages that it holds and no other thread touches. All else is for the engine's
+    Any thread may read and write pages that it holds and no other thread touches. All else is for the engine's
     thread.
     """
 
@@ -36,6 +37,13 @@ class PageTensors:
         """Copy a layer range's bytes into the page; InvalidArgumentError unless exactly that many are given."""
         self._pool(place).write(place.page, first_layer, num_layers, payload)
 
+    def read_into(self, run: PageRun, buffer: memoryview) -> Sequence[int]:
+        assert run.as_tail == run.is_tail, "pages of these pools are what they are"
+        return self._pool_of(run).read_into(run, buffer)
+
+    def write_from(self, run: PageRun, buffer: Buffer) -> Written:
+        return self._pool_of(run).write_from(run, buffer)
+
     def converted(self, layout: CacheLayout) -> PageSource:
         """The same pages as a pool of that layout holds them, for a `layout` that this one's `ships_to`."""
         return self if layout == self.layout else ConvertedPages(self, layout)
@@ -57,6 +65,9 @@ class PageTensors:
     def _pool(self, place: Place) -> PoolMemory:
         self.layout.of(place)
         return (self.tails if place.is_tail else self.pools)[place.group]
+
+    def _pool_of(self, run: PageRun) -> PoolMemory:
+        return self._pool(Place(run.group, PageId(0), run.is_tail))
 
     def _layers(self) -> tuple[LayerPages, ...]:
         """By their numbers in the model."""

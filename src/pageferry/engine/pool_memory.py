@@ -8,16 +8,19 @@ from torch import Tensor
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.formats import TensorFormat
 from pageferry.core.layout import PageLayout
+from pageferry.core.page_io import Buffer, PageRun, Written
 from pageferry.core.pool import PageId
+from pageferry.engine.copies import written
 from pageferry.kernels.append_pages import SidePages
+from pageferry.kernels.copy_pages import read_pages, write_pages
 from pageferry.kernels.quantise import storage_dtype
 
 
 class PoolMemory:
     """All pages of a pool in one buffer, `memory` [num_pages, page_bytes].
 
-    `read` and `write` are copies that take no part in torch: any thread may call them for pages that it holds and no
-    other thread touches. All else is for the engine's thread.
+    What reads and writes takes no part in torch: any thread may call it for pages that it holds and no other thread
+    touches. All else is for the engine's thread.
     """
 
     def __init__(self, layout: PageLayout, num_pages: int) -> None:
@@ -35,6 +38,14 @@ class PoolMemory:
         for start, end in self._spans_of(page, first_layer, num_layers, payload):
             self._bytes[start:end] = view[offset : offset + end - start]
             offset += end - start
+
+    def read_into(self, run: PageRun, buffer: memoryview) -> Sequence[int]:
+        ranges = self._ranges(run, buffer)
+        return read_pages(self._bytes, self._starts(run.pages), ranges, buffer, run.offsets)
+
+    def write_from(self, run: PageRun, buffer: Buffer) -> Written:
+        ranges = self._ranges(run, buffer)
+        return written(write_pages(self._bytes, self._starts(run.pages), ranges, buffer, run.offsets))
 
     def blank(self, pages: Sequence[PageId]) -> None:
         self.memory[torch.tensor(pages, dtype=torch.long)] = self._blank
@@ -79,16 +90,34 @@ class PoolMemory:
 
     def _spans(self, page: PageId, first_layer: int, num_layers: int) -> list[tuple[int, int]]:
         """Start and end in the buffer of a layer range's payload, scales and zero points."""
-        if not 0 <= page < len(self.memory):
-            raise InvalidArgumentError(f"page {page} is outside the pool of {len(self.memory)}", reason="BAD_FRAME")
+        self._check_layers(first_layer, num_layers)
+        (base,) = self._starts([page])
+        ranges = self.layout.ranges(first_layer, num_layers)
+        return [(base + offset, base + offset + length) for offset, length in ranges]
+
+    def _starts(self, pages: Sequence[PageId]) -> list[int]:
+        """Where pages begin in the buffer."""
+        num_pages = len(self.memory)
+        for page in pages:
+            if not 0 <= page < num_pages:
+                raise InvalidArgumentError(f"page {page} is outside the pool of {num_pages}", reason="BAD_FRAME")
+        page_bytes = self.layout.page_bytes
+        return [page * page_bytes for page in pages]
+
+    def _ranges(self, run: PageRun, buffer: Buffer) -> tuple[tuple[int, int], ...]:
+        """Of the run's layers in a page; InvalidArgumentError unless the run lies in the buffer."""
+        self._check_layers(run.first_layer, run.num_layers)
+        last = len(buffer) - run.num_layers * self.layout.layer_bytes
+        if len(run.offsets) != len(run.pages) or not 0 <= min(run.offsets) <= max(run.offsets) <= last:
+            raise InvalidArgumentError(f"the run is outside the buffer of {len(buffer)} bytes", reason="BAD_FRAME")
+        return self.layout.ranges(run.first_layer, run.num_layers)
+
+    def _check_layers(self, first_layer: int, num_layers: int) -> None:
         if not 0 <= first_layer < first_layer + num_layers <= self.layout.num_layers:
             raise InvalidArgumentError(
                 f"layers {first_layer} to {first_layer + num_layers} are outside the page's {self.layout.num_layers}",
                 reason="BAD_FRAME",
             )
-        base = page * self.layout.page_bytes
-        ranges = self.layout.ranges(first_layer, num_layers)
-        return [(base + offset, base + offset + length) for offset, length in ranges]
 
     def _spans_of(self, page: PageId, first_layer: int, num_layers: int, payload: bytes) -> list[tuple[int, int]]:
         """Where the payload goes; InvalidArgumentError unless it is as long."""

@@ -1,79 +1,127 @@
-"""Pages as the frames that carry them, their checks, and what a `kv.push` span says of them at both ends."""
+"""Pages that have come: which they are, whether their bytes are good, and what a `kv.push` span says of them."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
-import numpy as np
-from crc32c import crc32c
 from opentelemetry.trace import Span
 
 from pageferry.core.errors import DataLossError, invalid
 from pageferry.core.groups import groups_text
-from pageferry.core.layout import CacheLayout, PageKey, PageSource, Place
+from pageferry.core.handoff import Arrivals
+from pageferry.core.layout import CacheLayout, PageKey, Place
+from pageferry.core.page_io import Buffer, PageRun, PageSink
 from pageferry.core.sender import HandoffStats
-from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PAGE_KIND_UNSPECIFIED, PageFrame
+from pageferry.runtime.page_wire import InlineFrame
+from pageferry.runtime.staging import HEADER_BYTES
+from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PAGE_KIND_UNSPECIFIED, StagedPages
 
-_KINDS = {PAGE_KIND_UNSPECIFIED: False, PAGE_KIND_PAGE: False, PAGE_KIND_TAIL: True}  # whether it is a tail
-
-_INFINITY = 0x7C00  # fp16, as bits: from here on, without the sign, it isn't finite
-
-
-def read_frames(source: PageSource, key: PageKey, place: Place) -> list[PageFrame]:
-    """Copy a page, on the transfer thread. The caller holds a reference to it until then."""
-    frames = []
-    kind = PAGE_KIND_TAIL if key.is_tail else PAGE_KIND_PAGE
-    for first_layer, num_layers in source.layout.of(key).frames():
-        payload = source.read(key, place, first_layer, num_layers)
-        part = PageFrame(group=key.group, page_index=key.index, kind=kind)
-        part.first_layer, part.num_layers = first_layer, num_layers
-        part.payload, part.crc32c = payload, crc32c(payload)
-        frames.append(part)
-    return frames
+TRANSPORT = "pageferry.handoff.transport"
+_KINDS: dict[int, bool] = {
+    PAGE_KIND_UNSPECIFIED: False,
+    PAGE_KIND_PAGE: False,
+    PAGE_KIND_TAIL: True,
+}  # whether it is a tail
 
 
-def page_key(frame: PageFrame) -> PageKey:
-    """Which page a frame carries. InvalidArgumentError for a kind that this version doesn't know."""
-    if frame.kind not in _KINDS:
-        raise invalid("frame.kind", frame.kind, "is none that this version knows")
-    return PageKey(frame.group, frame.page_index, _KINDS[frame.kind])
+class FrameKey(NamedTuple):
+    """Which part of which page a frame carries."""
+
+    page: PageKey
+    first_layer: int
+    num_layers: int
 
 
-def check_payload(frame: PageFrame, payload: bytes, layout: CacheLayout) -> None:
-    """InvalidArgumentError for a length that isn't the layers'.
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """The same layers of pages of one pool, in a buffer, before they are copied."""
 
-    DataLossError where the checksum doesn't match, a scale isn't finite and positive, or a zero point isn't finite: no
+    keys: Sequence[PageKey]
+    first_layer: int
+    num_layers: int
+    buffer: Buffer
+    offsets: Sequence[int]
+    checksums: Sequence[int]
+
+    @property
+    def frames(self) -> list[FrameKey]:
+        return [FrameKey(key, self.first_layer, self.num_layers) for key in self.keys]
+
+
+def arrivals_inline(frames: Sequence[InlineFrame], layout: CacheLayout, arrived: Arrivals) -> list[Arrival]:
+    """Note frames as arrived. InvalidArgumentError for what is not to come, or whose length isn't the layers'."""
+    for header, _, _, length in frames:
+        key = PageKey(header.group, header.page_index, _is_tail(header.kind))
+        arrived.add(key, header.first_layer, header.num_layers)
+        expected = header.num_layers * layout.of(key).layer_bytes
+        if length != expected:
+            limit = f"must be {expected} bytes for {header.num_layers} layers"
+            raise invalid("frame.payload", f"{length} bytes", limit)
+    return [
+        Arrival(
+            [PageKey(header.group, header.page_index, _KINDS[header.kind]) for header, *_ in same],
+            same[0].header.first_layer,
+            same[0].header.num_layers,
+            same[0].buffer,
+            [frame.offset for frame in same],
+            [frame.header.crc32c for frame in same],
+        )
+        for _, together in groupby(frames, key=_alike)
+        for same in (list(together),)
+    ]
+
+
+def arrivals_staged(staged: StagedPages, layout: CacheLayout, arrived: Arrivals, memory: memoryview) -> Arrival:
+    """Note pages as arrived. InvalidArgumentError for what is not to come, or lies outside the region."""
+    is_tail = _is_tail(staged.kind)
+    keys = [PageKey(staged.group, index, is_tail) for index in staged.page_indexes]
+    shape = layout.of(PageKey(staged.group, 0, is_tail))
+    num_bytes = shape.num_layers * shape.layer_bytes
+    end = staged.offset + len(keys) * num_bytes
+    if staged.offset < HEADER_BYTES or end > len(memory):
+        limit = f"must lie from {HEADER_BYTES} to {len(memory)} with its {len(keys)} pages"
+        raise invalid("staged.offset", staged.offset, limit)
+    if len(staged.crc32c) != len(keys):
+        raise invalid("staged.crc32c", f"{len(staged.crc32c)} checksums", f"must be one for each of {len(keys)} pages")
+    for key in keys:
+        arrived.add(key, 0, shape.num_layers)
+    offsets = range(staged.offset, end, num_bytes)
+    return Arrival(keys, 0, shape.num_layers, memory, offsets, list(staged.crc32c))
+
+
+def copy_arrival(arrival: Arrival, places: Sequence[Place], sink: PageSink) -> int:
+    """Write the bytes into their pages, on the transfer thread, and check what lies there; returns how many they are.
+
+    DataLossError where a checksum doesn't match, a scale isn't finite and positive, or a zero point isn't finite: no
     number of such a vector means anything.
     """
-    key = page_key(frame)
-    lengths = [length for _, length in layout.of(key).ranges(frame.first_layer, frame.num_layers)]
-    if len(payload) != (expected := sum(lengths)):
-        limit = f"must be {expected} bytes for {frame.num_layers} layers"
-        raise invalid("frame.payload", f"{len(payload)} bytes", limit)
-    checksum = crc32c(payload)
-    if checksum != frame.crc32c:
+    keys, (group, _, is_tail) = arrival.keys, places[0]
+    pages = [place.page for place in places]
+    run = PageRun(group, is_tail, is_tail, arrival.first_layer, arrival.num_layers, pages, arrival.offsets)
+    checksums, bad = sink.write_from(run, arrival.buffer)
+    if checksums != arrival.checksums:
+        triples = zip(keys, checksums, arrival.checksums, strict=True)
+        key, ours, theirs = next(triple for triple in triples if triple[1] != triple[2])
         raise DataLossError(
-            f"{key}, layers from {frame.first_layer}: crc32c of the bytes received is {checksum:08x}, of those sent "
-            f"{frame.crc32c:08x}",
+            f"{key}, layers from {arrival.first_layer}: crc32c of the bytes received is {ours:08x}, of those sent "
+            f"{theirs:08x}",
             reason="CHECKSUM_MISMATCH",
         )
-    _check_factors(frame, payload, lengths, key)
+    if bad is not None:
+        raise DataLossError(f"{keys[bad.position]}, {bad.describe(sink.layout, run)}", reason="BAD_SCALE")
+    return len(keys) * arrival.num_layers * sink.layout.of(keys[0]).layer_bytes
 
 
-def _check_factors(frame: PageFrame, payload: bytes, lengths: Sequence[int], key: PageKey) -> None:
-    start, *factors = lengths
-    for name, length in zip(("scale", "zero point"), factors, strict=False):
-        bits: np.ndarray[Any, np.dtype[np.uint16]] = np.frombuffer(payload, "<u2", length // 2, start)
-        # Less one, a scale of 0 wraps: then it is too large, as negative ones are.
-        sizes, limit = (bits - 1, _INFINITY - 1) if name == "scale" else (bits & 0x7FFF, _INFINITY)
-        if sizes.max() >= limit:
-            index = int(np.argmax(sizes >= limit))
-            layer = frame.first_layer + index * frame.num_layers // len(bits)
-            kind = "finite and positive" if name == "scale" else "finite"
-            raise DataLossError(
-                f"{key}, layer {layer}: a {name} is {bits.view('<f2')[index]}, must be {kind}",
-                reason="BAD_SCALE",
-            )
-        start += length
+def _is_tail(kind: int) -> bool:
+    if kind not in _KINDS:
+        raise invalid("frame.kind", kind, "is none that this version knows")
+    return _KINDS[kind]
+
+
+def _alike(frame: InlineFrame) -> tuple[int, ...]:
+    header = frame.header
+    return header.group, _KINDS[header.kind], header.first_layer, header.num_layers, id(frame.buffer)
 
 
 def describe_pages(span: Span, layout: CacheLayout, num_pages: int, num_bytes: int) -> None:

@@ -1,11 +1,11 @@
-"""The sending end of a hand-off: pages as frames on one Push stream, within a window, with checksums."""
+"""The sending end of a hand-off: pages on one Push stream, or beside it, as far as the receiver keeps up."""
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import grpc
@@ -13,20 +13,31 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Tracer
 
 from pageferry.core.config import HandoffConfig
-from pageferry.core.errors import AbortedError, InternalError, PageferryError, UnavailableError
+from pageferry.core.errors import (
+    AbortedError,
+    FailedPreconditionError,
+    InternalError,
+    PageferryError,
+    UnavailableError,
+)
 from pageferry.core.handoff_tables import SenderState
-from pageferry.core.layout import PageKey, PageSource, Place
+from pageferry.core.layout import PageKey, Place
+from pageferry.core.page_io import PageSource
 from pageferry.core.plan import SampledToken
 from pageferry.core.sender import HandoffStats, Sender
+from pageferry.runtime.carriers import INLINE, SHM, Batch, Carrier, InlineCarrier, StagedCarrier, cut
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.errors import from_rpc_error
-from pageferry.runtime.frames import describe_pages, describe_timing, read_frames
+from pageferry.runtime.frames import TRANSPORT, describe_pages, describe_timing
 from pageferry.runtime.logs import log
+from pageferry.runtime.page_wire import push_call
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
-from pageferry.v1 import page_pb2, page_pb2_grpc
+from pageferry.runtime.staging import SharedRegion, SharedRegions
+from pageferry.v1 import page_pb2
 
 STATUS_TIMEOUT_S = 1.0
+_WRITE_FAILED = "Internal error from Core"  # gRPC's words
 MIN_LEASE_S = 0.03  # a peer that names less doesn't get more keep-alives
 
 
@@ -38,6 +49,16 @@ class PushParts:
     executor: ThreadPoolExecutor
     config: HandoffConfig
     tracer: Tracer
+    regions: SharedRegions = field(default_factory=SharedRegions)
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A message: `copying` gives its bytes. `batch`: what of pages is in it; `ends`: nothing comes after it."""
+
+    copying: "Future[bytes]"
+    batch: Batch | None = None
+    ends: bool = False
 
 
 class PushClient:
@@ -62,9 +83,11 @@ class PushClient:
         self._parts = parts
         self._on_released = on_released
         self._sender = Sender()
-        self._outbox: deque[page_pb2.PushRequest] = deque()
-        self._outbox_filled = asyncio.Event()
+        self._outbox: deque[_Outgoing] = deque()
+        self._outbox_changed = asyncio.Event()  # a message is new, or its bytes are there
         self._progress = asyncio.Event()
+        self._carrier: Carrier = InlineCarrier(parts.config.max_frames_in_flight, several=False)
+        self._opened = page_pb2.Opened()
         self.failure: PageferryError | None = None  # what ended the push
         self._compute_has_ended = False
         self._lease_s = parts.config.lease_ms / 1000
@@ -72,38 +95,47 @@ class PushClient:
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
 
+    @property
+    def transport(self) -> str:
+        """How pages travel; known once it is open."""
+        return self._carrier.name
+
     async def open(self) -> None:
         """Present the ticket and the layout; FailedPreconditionError where the receiver refuses them."""
-        stub: Any = page_pb2_grpc.PageServiceStub(self._channel)
-        self._put(
-            page_pb2.PushRequest(
-                open=page_pb2.Open(ticket=self._ticket, layout=layout_to_proto(self._parts.source.layout))
-            )
-        )
+        known = self._parts.regions.get(self._channel)
+        opening = page_pb2.Open(ticket=self._ticket, layout=layout_to_proto(self._parts.source.layout))
+        if self._parts.config.transport != INLINE:
+            opening.staging.proof = known.proof if known is not None else b""
+        self._put(page_pb2.PushRequest(open=opening))
         metadata = tuple(inject_context(trace.set_span_in_context(self._span)).items())
-        self._call = stub.Push(self._requests(), metadata=metadata)
+        self._call = push_call(self._channel)(self._requests(), metadata=metadata)
         self._reader = asyncio.create_task(self._read(), name="push-reader")
         await self._until(lambda: self._sender.state is not SenderState.IDLE)
+        await self._choose_carrier(known)
 
     async def ship(self, pages: Sequence[tuple[PageKey, Place]]) -> None:
-        """Copy and send pages; returns once all are copied and written.
+        """Copy and send pages; returns once all copies are under way, as far ahead as the receiver allows.
 
         Takes over a reference to each page, and gives all of them back through `on_released`, even if it raises.
         """
-        waiting = deque(pages)
+        num_left = len(pages)  # not given to a copy that gives them back
+        partly: Future[bytes] | None = None
         try:
-            while waiting:
-                await self._wait_for_room()
-                key, place = waiting[0]
-                self._sender.ship(key)
-                waiting.popleft()
-                for frame in await self._copy(key, place):
-                    await self._wait_for_room()
-                    self._put(page_pb2.PushRequest(frame=frame))
-                    self._sender.sent(len(frame.payload), time.monotonic())
+            for batch in cut(pages, self._parts.source.layout, self._carrier):
+                room = await self._wait_for_room(batch)
+                if batch.first_layer == 0:
+                    for key, _ in batch.pages:
+                        self._sender.ship(key)
+                copying = self._copy(batch, room)
+                partly = None if batch.is_last else copying
+                num_left -= len(batch.pages) if batch.is_last else 0
         finally:
-            if waiting:
-                self._on_released([place for _, place in waiting])
+            if num_left:
+                places = [place for _, place in pages[-num_left:]]
+                if partly is None:
+                    self._on_released(places)
+                else:
+                    self._release_after(partly, places)
 
     def compute_ended(self) -> None:
         """The last page's bytes are computed: what the transfer takes from now on is not hidden."""
@@ -117,7 +149,8 @@ class PushClient:
         self._raise_failure()
         self._sender.commit()
         draws = [page_pb2.FirstDraw(token=token_to_proto(*first))] if first else []
-        self._put(page_pb2.PushRequest(commit=page_pb2.Commit(covered_tokens=covered_tokens, first_tokens=draws)))
+        commit = page_pb2.Commit(covered_tokens=covered_tokens, first_tokens=draws)
+        self._put(page_pb2.PushRequest(commit=commit), ends=True)
         await self._until(lambda: self._sender.state is SenderState.COMMITTED)
         return self._sender.stats
 
@@ -142,38 +175,88 @@ class PushClient:
                 self._call.cancel()
                 await self._reader
         finally:
+            self._carrier.close()
             self._end_span()
 
-    async def _wait_for_room(self) -> None:
-        start = time.monotonic()
-        await self._until(lambda: self._sender.num_in_flight < self._parts.config.max_frames_in_flight)
+    async def _choose_carrier(self, known: SharedRegion | None) -> None:
+        """Shared memory where both ends want and can, else messages. Tells the receiver which."""
+        config, opened, region = self._parts.config, self._opened, None
+        if opened.HasField("staging") and not opened.staging.name:
+            region = known
+        elif opened.HasField("staging"):
+            attaching = self._parts.executor.submit(SharedRegion.attach, opened.staging, self._parts.regions.directory)
+            region = await asyncio.wrap_future(attaching)
+            proof = region.proof if region is not None else b""
+            self._put(page_pb2.PushRequest(attached=page_pb2.StagingAttached(proof=proof)))
+        if region is not None and StagedCarrier.carries(self._parts.source.layout):
+            self._parts.regions.set(self._channel, region)
+            self._carrier = StagedCarrier(region, self._progress)
+        elif config.transport == SHM:
+            message = "handoff.transport is shm, but the receiver shares no memory with this process"
+            raise FailedPreconditionError(message, reason="NO_SHARED_MEMORY")
+        else:
+            self._carrier = InlineCarrier(config.max_frames_in_flight, several=opened.takes_frames)
+
+    async def _wait_for_room(self, batch: Batch) -> int:
+        start, room = time.monotonic(), None
+
+        def has_room() -> bool:
+            nonlocal room
+            room = self._carrier.take_room(batch)
+            return room is not None
+
+        await self._until(has_room)
         self._stalled_s += time.monotonic() - start
+        assert room is not None
+        return room
 
-    async def _copy(self, key: PageKey, place: Place) -> list[page_pb2.PageFrame]:
-        """The page's frames, copied on the transfer thread; the page is released once that is over, in any case."""
+    def _copy(self, batch: Batch, room: int) -> "Future[bytes]":
+        """Put a message into the outbox, whose bytes the transfer thread makes; then its pages are given back."""
+        copying = self._parts.executor.submit(self._carrier.read, self._parts.source, batch, room)
+        self._outbox.append(_Outgoing(copying, batch))
+        self._release_after(copying, [place for _, place in batch.pages] if batch.is_last else ())
+        return copying
+
+    def _release_after(self, copying: "Future[bytes]", places: Sequence[Place]) -> None:
+        def release() -> None:
+            self._outbox_changed.set()
+            if places:
+                self._on_released(places)
+
         loop = asyncio.get_running_loop()
-        copying = self._parts.executor.submit(read_frames, self._parts.source, key, place)
-        copying.add_done_callback(lambda _: call_on_loop(loop, self._on_released, [place]))
-        return await asyncio.wrap_future(copying)
+        copying.add_done_callback(lambda _: call_on_loop(loop, release))
 
-    def _put(self, request: page_pb2.PushRequest) -> None:
-        self._outbox.append(request)
-        self._outbox_filled.set()
+    def _put(self, request: page_pb2.PushRequest, *, ends: bool = False) -> None:
+        message: Future[bytes] = Future()
+        message.set_result(request.SerializeToString())
+        self._outbox.append(_Outgoing(message, ends=ends))
+        self._outbox_changed.set()
 
-    async def _requests(self) -> AsyncIterator[page_pb2.PushRequest]:
-        """What goes out: the outbox, and a keep-alive where it stays empty for a third of the lease."""
+    async def _requests(self) -> AsyncIterator[bytes]:
+        """What goes out: the outbox in order, and a keep-alive where nothing was ready for a third of the lease."""
         while True:
-            while self._outbox:
-                request = self._outbox.popleft()
-                yield request
-                if request.WhichOneof("message") == "commit":
+            self._outbox_changed.clear()
+            while self._outbox and self._outbox[0].copying.done():
+                message = self._outbox.popleft()
+                if (error := message.copying.exception()) is not None:
+                    self._copy_failed(error)
                     return
-            self._outbox_filled.clear()
+                if message.batch is not None:
+                    self._sender.sent(message.batch.num_bytes, time.monotonic(), len(message.batch.pages))
+                yield message.copying.result()
+                if message.ends:
+                    return
             try:
                 async with asyncio.timeout(self._lease_s / 3):
-                    await self._outbox_filled.wait()
+                    await self._outbox_changed.wait()
             except TimeoutError:
-                yield page_pb2.PushRequest(keep_alive=page_pb2.KeepAlive())
+                yield page_pb2.PushRequest(keep_alive=page_pb2.KeepAlive()).SerializeToString()
+
+    def _copy_failed(self, error: BaseException) -> None:
+        if not isinstance(error, PageferryError):
+            log("push_failed", level="error", error=error)
+            error = InternalError(f"internal error: {type(error).__name__}")
+        self.abort(error)
 
     async def _read(self) -> None:
         try:
@@ -182,6 +265,8 @@ class PushClient:
             failure: PageferryError = UnavailableError("push ended without Committed", reason="STREAM_BROKEN")
         except grpc.aio.AioRpcError as error:
             failure = from_rpc_error(error)
+            if error.details() == _WRITE_FAILED:  # the receiver had ended the call, which hides why
+                failure = UnavailableError("push ended while it was written to", reason="STREAM_BROKEN")
         except PageferryError as error:
             failure = error
             self._call.cancel()
@@ -199,9 +284,11 @@ class PushClient:
         match response.WhichOneof("message"):
             case "opened":
                 self._sender.open()
+                self._opened = response.opened
                 self._lease_s = max(response.opened.lease_ms / 1000, MIN_LEASE_S)
             case "acked":
                 self._sender.acked(response.acked.frames, now)
+                self._carrier.acked(response.acked.frames)
             case "committed":
                 self._sender.committed(now)
         self._progress.set()
@@ -225,6 +312,8 @@ class PushClient:
             self._raise_failure()
 
     def _end_span(self) -> None:
+        if self._sender.state is not SenderState.IDLE:
+            self._span.set_attribute(TRANSPORT, self.transport)
         if self._sender.state is SenderState.COMMITTED:
             stats = self._sender.stats
             describe_pages(self._span, self._parts.source.layout, stats.pages, stats.bytes)

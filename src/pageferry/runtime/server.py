@@ -47,7 +47,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
     def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, service: str) -> None:
-        """E.g. `add(add_PageServiceServicer_to_server, receiver, "pageferry.v1.PageService")`; before `start`."""
+        """E.g. `add(add_page_service, receiver, "pageferry.v1.PageService")`; before `start`."""
         register(servicer, self._server)
         self._services.append(service)
 

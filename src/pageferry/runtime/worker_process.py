@@ -14,9 +14,10 @@ from opentelemetry.trace import Tracer
 
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, invalid
-from pageferry.core.layout import CacheLayout, PageSink, PageSource
+from pageferry.core.layout import CacheLayout
 from pageferry.core.limits import ModelLimits
 from pageferry.core.model_config import ModelConfig
+from pageferry.core.page_io import PageSink, PageSource
 from pageferry.core.plan import Runner
 from pageferry.core.pools import PagePools
 from pageferry.runtime.convert import layout_to_proto

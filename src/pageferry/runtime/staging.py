@@ -1,0 +1,229 @@
+"""Memory that two processes of one host share while one hands pages to the other.
+
+The receiver makes a region, whose name goes as soon as the sender has it mapped; from then on it ends with the two
+processes. One region serves all pushes of a connection: making one costs more than filling it. A name whose
+maker was killed before it was unlinked is removed by the next receiver that starts.
+"""
+
+import asyncio
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Self
+from weakref import WeakKeyDictionary
+
+import grpc
+
+from pageferry.core.errors import invalid
+from pageferry.runtime.logs import log
+from pageferry.v1.page_pb2 import StagingOffer
+
+DIRECTORY = Path("/dev/shm")
+HEADER_BYTES = 4096  # the nonce, the proof, and what makes a page full
+UNIT_BYTES = 1 << 20
+NUM_UNITS = 16
+REGION_BYTES = HEADER_BYTES + NUM_UNITS * UNIT_BYTES
+MAX_REGIONS = 16  # of one receiver; more senders than that send inline
+_SECRET_BYTES = 16
+_PREFIX = "pageferry-"
+_OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class OwnRegion:
+    """A receiver's region, which it only reads. `create` and the first use block: not on the event loop."""
+
+    def __init__(self, path: Path, file: int, num_bytes: int) -> None:
+        self.proof = secrets.token_bytes(_SECRET_BYTES)
+        self.num_users = 0
+        self.is_attached = False
+        self.idle: asyncio.TimerHandle | None = None
+        self._path = path
+        self._file = file
+        nonce = secrets.token_bytes(_SECRET_BYTES)
+        self.offer = StagingOffer(name=path.name, nonce=nonce, num_bytes=num_bytes)
+        # All of it is allocated at once: a full /dev/shm is an error here, and no SIGBUS later.
+        os.posix_fallocate(file, 0, num_bytes)
+        os.pwrite(file, nonce + self.proof, 0)
+        self.memory = memoryview(mmap.mmap(file, num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ))
+
+    @classmethod
+    def create(cls, directory: Path, num_bytes: int) -> Self:
+        """OSError where it can't be: no such directory, no room, no permission."""
+        path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
+        file = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while the name is there: see `remove_stale`
+            return cls(path, file, num_bytes)
+        except BaseException:
+            os.unlink(path)
+            os.close(file)
+            raise
+
+    def attached(self, proof: bytes) -> None:
+        """The sender has it mapped, and nobody else can from now on; InvalidArgumentError unless it proves it."""
+        if not hmac.compare_digest(proof, self.proof):
+            raise invalid("attached.proof", f"{len(proof)} bytes", "is not what the staging region says")
+        self.is_attached = True
+        self.unlink()
+
+    def unlink(self) -> None:
+        """Idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            with suppress(OSError):
+                os.unlink(self._path)
+
+
+class OwnRegions:
+    """The regions of a receiver, each lent to the pushes of one sender; one that none uses for `idle_s` is dropped."""
+
+    def __init__(
+        self,
+        executor: ThreadPoolExecutor,
+        idle_s: float,
+        *,
+        directory: Path = DIRECTORY,
+        num_bytes: int = REGION_BYTES,
+    ) -> None:
+        self._executor = executor
+        self._idle_s = idle_s
+        self._directory = directory
+        self._num_bytes = num_bytes
+        self._regions: dict[bytes, OwnRegion] = {}
+        remove_stale(directory)
+
+    def __len__(self) -> int:
+        return len(self._regions)
+
+    async def borrow(self, proof: bytes) -> OwnRegion | None:
+        """The region with that proof, else a new one; None where there can be none. The caller owes `give_back`."""
+        region = self._regions.get(proof)
+        if region is None:
+            region = await self._create() if len(self._regions) < MAX_REGIONS else None
+        else:
+            region.attached(proof)  # its first push's message that says so may be under way yet
+        if region is None:
+            return None
+        self._regions[region.proof] = region
+        region.num_users += 1
+        if region.idle is not None:
+            region.idle.cancel()
+            region.idle = None
+        return region
+
+    def give_back(self, region: OwnRegion) -> None:
+        """Call when nothing is copied out of it any more on behalf of the borrower."""
+        region.num_users -= 1
+        if not region.is_attached:
+            self._drop(region)
+        elif region.num_users == 0:
+            region.idle = asyncio.get_running_loop().call_later(self._idle_s, self._drop, region)
+
+    async def _create(self) -> OwnRegion | None:
+        creating = self._executor.submit(OwnRegion.create, self._directory, self._num_bytes)
+        try:
+            return await asyncio.wrap_future(creating)
+        except OSError as error:
+            log("staging_unavailable", level="warning", error=error)
+            return None
+        except asyncio.CancelledError:
+            creating.add_done_callback(_discard)
+            raise
+
+    def _drop(self, region: OwnRegion) -> None:
+        """Its memory goes once nothing refers to it any more."""
+        region.unlink()
+        self._regions.pop(region.proof, None)
+
+
+class SharedRegion:
+    """A region as its sender has it: room to put pages into, shared by all pushes of a connection."""
+
+    def __init__(self, memory: mmap.mmap, proof: bytes) -> None:
+        self.proof = proof
+        self.memory = memoryview(memory)
+        self.waiting: set[asyncio.Event] = set()  # to be set when there is more room
+        self._num_units = (len(memory) - HEADER_BYTES) // UNIT_BYTES
+        self._used = 0  # bit set of units
+
+    @classmethod
+    def attach(cls, offer: StagingOffer, directory: Path) -> Self | None:
+        """Blocks. None where it isn't there, isn't the receiver's, isn't ours alone, or is too small."""
+        if not offer.name.startswith(_PREFIX) or "/" in offer.name or offer.num_bytes < HEADER_BYTES + UNIT_BYTES:
+            return None
+        with suppress(OSError, ValueError), _opened(directory / offer.name) as file:
+            status = os.fstat(file)
+            secret = os.pread(file, 2 * _SECRET_BYTES, 0)
+            is_ours = status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0
+            if (
+                is_ours
+                and status.st_size >= offer.num_bytes
+                and hmac.compare_digest(secret[:_SECRET_BYTES], offer.nonce)
+            ):
+                memory = mmap.mmap(file, offer.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                os.unlink(directory / offer.name)  # as the receiver does, unless it is killed before it hears of it
+                return cls(memory, secret[_SECRET_BYTES:])
+        return None
+
+    def take(self, num_bytes: int) -> int | None:
+        """Where so many bytes are free; None where they are not, side by side."""
+        units = _units(num_bytes)
+        for first in range(self._num_units - units.bit_length() + 1):
+            if not self._used & units << first:
+                self._used |= units << first
+                return HEADER_BYTES + first * UNIT_BYTES
+        return None
+
+    def give_back(self, start: int, num_bytes: int) -> None:
+        self._used &= ~(_units(num_bytes) << (start - HEADER_BYTES) // UNIT_BYTES)
+        for event in self.waiting:
+            event.set()
+
+
+class SharedRegions:
+    """The regions that a sender has attached, by connection."""
+
+    def __init__(self, directory: Path = DIRECTORY) -> None:
+        self.directory = directory
+        self._regions: WeakKeyDictionary[grpc.aio.Channel, SharedRegion] = WeakKeyDictionary()
+
+    def get(self, channel: grpc.aio.Channel) -> SharedRegion | None:
+        return self._regions.get(channel)
+
+    def set(self, channel: grpc.aio.Channel, region: SharedRegion) -> None:
+        self._regions[channel] = region
+
+
+def remove_stale(directory: Path) -> None:
+    """Remove names that no living process holds, told by their locks: process ids mean nothing across containers."""
+    for path in directory.glob(_PREFIX + "*"):
+        with suppress(OSError), _opened(path) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+
+
+def _units(num_bytes: int) -> int:
+    """A bit for each unit that so many bytes take."""
+    return (1 << -(-num_bytes // UNIT_BYTES)) - 1
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    file = os.open(path, _OPEN_FLAGS)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _discard(creating: "Future[OwnRegion]") -> None:
+    """Of a region that nobody waits for any more."""
+    if not creating.cancelled() and creating.exception() is None:
+        creating.result().unlink()
