@@ -104,6 +104,7 @@ proto-check: setup
 bench: setup
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/handoff.py
+	$(BIN)/python bench/handoff_rate.py
 
 soak: setup
 	$(BIN)/python tests/faults/soak.py --seed $(SEED) --seconds $(SECONDS_SOAK)
