@@ -16,6 +16,7 @@ from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PageFrame, Pag
 Pages = Sequence[tuple[PageKey, Place]]
 INLINE = "inline"
 SHM = "shm"
+_NUM_TOGETHER = 4
 STAGED_BYTES = 8 << 20  # of one message: two of them fill a region, and each costs more than the copy of a page
 
 
@@ -45,6 +46,7 @@ class Carrier(Protocol):
     name: str
     max_bytes: int  # of a batch
     max_pages: int
+    num_together: int  # batches that are worth one trip to the transfer thread
 
     def take_room(self, batch: Batch) -> int | None:
         """Room for the batch, which its acknowledgement gives back; None where there is none now."""
@@ -70,7 +72,9 @@ class InlineCarrier:
     max_bytes = MAX_FRAME_BYTES
 
     def __init__(self, window: int, *, several: bool) -> None:
-        self.max_pages = max(1, window // 2) if several else 1
+        self.max_pages = max(1, window // 8) if several else 1
+        # All that goes together finds room while half the window is in flight.
+        self.num_together = max(1, min(_NUM_TOGETHER, window // (2 * self.max_pages)))
         self._window = window
         self._several = several
         self._num_taken = 0
@@ -113,6 +117,7 @@ class StagedCarrier:
     name = SHM
     max_bytes = STAGED_BYTES
     max_pages = STAGED_BYTES
+    num_together = 1
 
     def __init__(self, region: SharedRegion, has_room: asyncio.Event) -> None:
         """`has_room` is set whenever there is more room, until `close`."""

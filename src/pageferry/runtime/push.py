@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Self
 
 import grpc
@@ -31,6 +31,7 @@ from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.frames import TRANSPORT, describe_pages, describe_timing
 from pageferry.runtime.logs import log
+from pageferry.runtime.outbox import Outbox
 from pageferry.runtime.page_wire import push_call
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
 from pageferry.runtime.staging import SharedRegion, SharedRegions
@@ -50,15 +51,6 @@ class PushParts:
     config: HandoffConfig
     tracer: Tracer
     regions: SharedRegions = field(default_factory=SharedRegions)
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """A message: `copying` gives its bytes. `batch`: what of pages is in it; `ends`: nothing comes after it."""
-
-    copying: "Future[bytes]"
-    batch: Batch | None = None
-    ends: bool = False
 
 
 class PushClient:
@@ -83,14 +75,12 @@ class PushClient:
         self._parts = parts
         self._on_released = on_released
         self._sender = Sender()
-        self._outbox: deque[_Outgoing] = deque()
-        self._outbox_changed = asyncio.Event()  # a message is new, or its bytes are there
+        self._outbox = Outbox(parts.config.lease_ms / 1000, self._sent)
         self._progress = asyncio.Event()
         self._carrier: Carrier = InlineCarrier(parts.config.max_frames_in_flight, several=False)
         self._opened = page_pb2.Opened()
         self.failure: PageferryError | None = None  # what ended the push
         self._compute_has_ended = False
-        self._lease_s = parts.config.lease_ms / 1000
         self._stalled_s = 0.0
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
@@ -106,7 +96,7 @@ class PushClient:
         opening = page_pb2.Open(ticket=self._ticket, layout=layout_to_proto(self._parts.source.layout))
         if self._parts.config.transport != INLINE:
             opening.staging.proof = known.proof if known is not None else b""
-        self._put(page_pb2.PushRequest(open=opening))
+        self._outbox.put(page_pb2.PushRequest(open=opening))
         metadata = tuple(inject_context(trace.set_span_in_context(self._span)).items())
         self._call = push_call(self._channel)(self._requests(), metadata=metadata)
         self._reader = asyncio.create_task(self._read(), name="push-reader")
@@ -119,23 +109,22 @@ class PushClient:
         Takes over a reference to each page, and gives all of them back through `on_released`, even if it raises.
         """
         num_left = len(pages)  # not given to a copy that gives them back
-        partly: Future[bytes] | None = None
+        partly: Future[list[bytes]] | None = None  # copies some layers of the first of them
         try:
-            for batch in cut(pages, self._parts.source.layout, self._carrier):
-                room = await self._wait_for_room(batch)
-                if batch.first_layer == 0:
-                    for key, _ in batch.pages:
+            for together in self._cut(pages):
+                rooms = [await self._wait_for_room(batch) for batch in together]
+                for batch in together:
+                    for key, _ in batch.pages if batch.first_layer == 0 else ():
                         self._sender.ship(key)
-                copying = self._copy(batch, room)
-                partly = None if batch.is_last else copying
-                num_left -= len(batch.pages) if batch.is_last else 0
+                copying = self._copy(together, rooms)
+                num_left -= sum(len(batch.pages) for batch in together if batch.is_last)
+                partly = None if together[-1].is_last else copying
         finally:
-            if num_left:
-                places = [place for _, place in pages[-num_left:]]
-                if partly is None:
-                    self._on_released(places)
-                else:
-                    self._release_after(partly, places)
+            left = [place for _, place in pages[len(pages) - num_left :]]
+            if partly is not None:
+                self._release_after(partly, left)
+            elif left:
+                self._on_released(left)
 
     def compute_ended(self) -> None:
         """The last page's bytes are computed: what the transfer takes from now on is not hidden."""
@@ -150,7 +139,7 @@ class PushClient:
         self._sender.commit()
         draws = [page_pb2.FirstDraw(token=token_to_proto(*first))] if first else []
         commit = page_pb2.Commit(covered_tokens=covered_tokens, first_tokens=draws)
-        self._put(page_pb2.PushRequest(commit=commit), ends=True)
+        self._outbox.put(page_pb2.PushRequest(commit=commit), ends=True)
         await self._until(lambda: self._sender.state is SenderState.COMMITTED)
         return self._sender.stats
 
@@ -187,7 +176,7 @@ class PushClient:
             attaching = self._parts.executor.submit(SharedRegion.attach, opened.staging, self._parts.regions.directory)
             region = await asyncio.wrap_future(attaching)
             proof = region.proof if region is not None else b""
-            self._put(page_pb2.PushRequest(attached=page_pb2.StagingAttached(proof=proof)))
+            self._outbox.put(page_pb2.PushRequest(attached=page_pb2.StagingAttached(proof=proof)))
         if region is not None and StagedCarrier.carries(self._parts.source.layout):
             self._parts.regions.set(self._channel, region)
             self._carrier = StagedCarrier(region, self._progress)
@@ -210,49 +199,41 @@ class PushClient:
         assert room is not None
         return room
 
-    def _copy(self, batch: Batch, room: int) -> "Future[bytes]":
-        """Put a message into the outbox, whose bytes the transfer thread makes; then its pages are given back."""
-        copying = self._parts.executor.submit(self._carrier.read, self._parts.source, batch, room)
-        self._outbox.append(_Outgoing(copying, batch))
-        self._release_after(copying, [place for _, place in batch.pages] if batch.is_last else ())
+    def _cut(self, pages: Sequence[tuple[PageKey, Place]]) -> Iterator[list[Batch]]:
+        """As batches that are copied together: few, so that the first are sent while the next are copied."""
+        batches = cut(pages, self._parts.source.layout, self._carrier)
+        while together := list(islice(batches, self._carrier.num_together)):
+            yield together
+
+    def _copy(self, batches: Sequence[Batch], rooms: Sequence[int]) -> "Future[list[bytes]]":
+        """Put messages into the outbox, whose bytes the transfer thread makes; then their pages are given back."""
+        carrier, source = self._carrier, self._parts.source
+
+        def read() -> list[bytes]:
+            return [carrier.read(source, batch, room) for batch, room in zip(batches, rooms, strict=True)]
+
+        copying = self._parts.executor.submit(read)
+        # In this order, so that pages are given back before their message is sent.
+        self._release_after(copying, [place for batch in batches if batch.is_last for _, place in batch.pages])
+        self._outbox.put_batches(copying, batches)
         return copying
 
-    def _release_after(self, copying: "Future[bytes]", places: Sequence[Place]) -> None:
-        def release() -> None:
-            self._outbox_changed.set()
-            if places:
-                self._on_released(places)
-
+    def _release_after(self, copying: "Future[list[bytes]]", places: Sequence[Place]) -> None:
         loop = asyncio.get_running_loop()
-        copying.add_done_callback(lambda _: call_on_loop(loop, release))
+        if places:
+            copying.add_done_callback(lambda _: call_on_loop(loop, self._on_released, places))
 
-    def _put(self, request: page_pb2.PushRequest, *, ends: bool = False) -> None:
-        message: Future[bytes] = Future()
-        message.set_result(request.SerializeToString())
-        self._outbox.append(_Outgoing(message, ends=ends))
-        self._outbox_changed.set()
+    def _sent(self, batch: Batch, now: float) -> None:
+        self._sender.sent(batch.num_bytes, now, len(batch.pages))
 
     async def _requests(self) -> AsyncIterator[bytes]:
-        """What goes out: the outbox in order, and a keep-alive where nothing was ready for a third of the lease."""
-        while True:
-            self._outbox_changed.clear()
-            while self._outbox and self._outbox[0].copying.done():
-                message = self._outbox.popleft()
-                if (error := message.copying.exception()) is not None:
-                    self._copy_failed(error)
-                    return
-                if message.batch is not None:
-                    self._sender.sent(message.batch.num_bytes, time.monotonic(), len(message.batch.pages))
-                yield message.copying.result()
-                if message.ends:
-                    return
-            try:
-                async with asyncio.timeout(self._lease_s / 3):
-                    await self._outbox_changed.wait()
-            except TimeoutError:
-                yield page_pb2.PushRequest(keep_alive=page_pb2.KeepAlive()).SerializeToString()
+        try:
+            async for message in self._outbox.messages():
+                yield message
+        except Exception as error:
+            self._copy_failed(error)
 
-    def _copy_failed(self, error: BaseException) -> None:
+    def _copy_failed(self, error: Exception) -> None:
         if not isinstance(error, PageferryError):
             log("push_failed", level="error", error=error)
             error = InternalError(f"internal error: {type(error).__name__}")
@@ -285,7 +266,7 @@ class PushClient:
             case "opened":
                 self._sender.open()
                 self._opened = response.opened
-                self._lease_s = max(response.opened.lease_ms / 1000, MIN_LEASE_S)
+                self._outbox.lease_s = max(response.opened.lease_ms / 1000, MIN_LEASE_S)
             case "acked":
                 self._sender.acked(response.acked.frames, now)
                 self._carrier.acked(response.acked.frames)

@@ -23,6 +23,7 @@ from pageferry.core.pools import PagePools
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.engine_thread import EngineThread, call_on_loop
 from pageferry.runtime.logs import log
+from pageferry.runtime.malloc import keep_freed_memory
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.process import ENGINE_OPTIONS, lasting_objects, run_service
 from pageferry.runtime.reports import Publisher
@@ -162,6 +163,7 @@ class WorkerMain(ABC, Generic[Worker]):
 async def serve_worker(config: Config, stop: asyncio.Event, main: WorkerMain[Any]) -> int:
     """Run a worker until `stop`. Raises what keeps it from serving."""
     log("starting", config=config.describe())
+    keep_freed_memory()
     tracing = configure_tracing(f"pageferry-{main.name}", config.telemetry)
     executor = ThreadPoolExecutor(1, thread_name_prefix="transfer")
     try:
