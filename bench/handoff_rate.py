@@ -38,6 +38,7 @@ from pageferry.engine.pages import PageTensors
 from pageferry.kernels.cpu_library import copy_functions
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.frames import FrameKey
+from pageferry.runtime.malloc import keep_freed_memory
 from pageferry.runtime.page_wire import add_page_service
 from pageferry.runtime.push import PushClient, PushParts
 from pageferry.runtime.receive import Grant, PageReceiver
@@ -215,6 +216,7 @@ def main() -> int:
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     options = parser.parse_args()
     num_pages = options.tokens // 16
+    keep_freed_memory()  # as workers do
     if options.receive:
         uvloop.run(receive(options.receive, num_pages))
         return 0
