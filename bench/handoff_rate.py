@@ -5,7 +5,8 @@
 The pages of one prompt, of the packaged model's shape, from their pool to another process's, checksummed, checked and
 committed: once through shared memory, beside a plain copy of the same bytes; and once in messages, beside gRPC's own
 stream of the same bytes in messages of 1 MiB that nobody looks at. What is compared takes turns, and medians are
-printed. A push is timed from its first page to the answer to its commit.
+printed. A push is timed from its first page to the answer to its commit. Every turn takes the next pages of pools of
+the default size, so that no way finds its bytes, or where they go, in a cache.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import uvloop
 from crc32c import crc32c
 from opentelemetry.trace import NoOpTracer
 
-from pageferry.core.config import HandoffConfig, ServerConfig
+from pageferry.core.config import EngineConfig, HandoffConfig, ServerConfig
 from pageferry.core.errors import PageferryError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import full_group
@@ -55,18 +56,24 @@ def shape(page_format: str) -> CacheLayout:
     return CacheLayout("bench", PageFormat.parse(page_format), 16, 3, 64, (full_group(30),))
 
 
-def pages_of(num_pages: int) -> list[tuple[PageKey, Place]]:
-    return [(PageKey(0, page), Place(0, PageId(page))) for page in range(num_pages)]
+def pages_of(num_pages: int, first: int) -> list[tuple[PageKey, Place]]:
+    return [(PageKey(0, page), Place(0, PageId(first + page))) for page in range(num_pages)]
+
+
+def pool_of(page_format: str, num_pages: int) -> PageTensors:
+    """Of the default size, in whole prompts."""
+    of = shape(page_format)
+    return PageTensors(of, [(EngineConfig().kv_memory_mb << 20) // of.pages[0].page_bytes // num_pages * num_pages], 0)
 
 
 class OpenDesk:
-    """Takes any ticket for the same pages, again and again."""
+    """Takes any ticket for the pages from the one that it names."""
 
     def __init__(self, num_pages: int) -> None:
-        self._places = dict(pages_of(num_pages))
+        self._num_pages = num_pages
 
     async def open(self, ticket: bytes, layout: CacheLayout) -> Grant:
-        return Grant(ticket, 30_000, self._places)
+        return Grant(ticket, 30_000, dict(pages_of(self._num_pages, int.from_bytes(ticket, "little"))))
 
     def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:
         """Nothing to record."""
@@ -90,17 +97,16 @@ def take_all(server: grpc.aio.Server) -> None:
 
 
 async def receive(page_format: str, num_pages: int) -> None:
-    """The other process: prints its port, and the checksum of its pool after each line that it reads."""
-    pool = PageTensors(shape(page_format), [num_pages], 0)
+    """The other process: prints its port, and serves until its input ends."""
+    pool = pool_of(page_format, num_pages)
+    pool.pools[0].memory.zero_()  # a pool in use has been touched
     with ThreadPoolExecutor(1) as executor:
         async with GrpcServer(ServerConfig(), NoOpTracer()) as server:
             receiver = PageReceiver(OpenDesk(num_pages), pool, executor)
             server.add(add_page_service, receiver, "pageferry.v1.PageService")
             server.add(lambda _, inner: take_all(inner), None, "")
             print(await server.start(), flush=True)
-            loop = asyncio.get_running_loop()
-            while await loop.run_in_executor(None, sys.stdin.readline):
-                print(crc32c(pool.pools[0].memory.numpy()), flush=True)
+            await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
 
 
 class Sending:
@@ -109,39 +115,49 @@ class Sending:
     def __init__(
         self, page_format: str, num_pages: int, channel: grpc.aio.Channel, executor: ThreadPoolExecutor
     ) -> None:
-        self.pool = PageTensors(shape(page_format), [num_pages], 0)
-        self.bytes = self.pool.pools[0].memory.numpy().reshape(-1)
-        self.pages = pages_of(num_pages)
+        self.pool = pool_of(page_format, num_pages)
         layout = self.pool.layout.pages[0]
-        self.pool.blank([place for _, place in self.pages])
-        elements = self.pool.pools[0].memory[:, : layout.num_layers * layout.payload_layer_bytes]
+        memory = self.pool.pools[0].memory
+        self.pool.blank([place for _, place in pages_of(len(memory), 0)])
+        elements = memory[:, : layout.num_layers * layout.payload_layer_bytes]
         elements[:] = torch.randint(0, 128, elements.shape, dtype=torch.uint8)
         self.num_bytes = num_pages * layout.num_layers * layout.layer_bytes
+        self._num_pages = num_pages
+        self._first = 0
+        self._pages = memory.numpy()
+        self._copy = np.zeros_like(self._pages)
         self._channel = channel
         self._executor = executor
-        self._copy = np.empty_like(self.bytes)
+
+    def _next(self) -> slice:
+        self._first = (self._first + self._num_pages) % len(self._pages)
+        return slice(self._first, self._first + self._num_pages)
 
     async def copy(self) -> float:
+        taken = self._next()
         start = time.perf_counter()
-        np.copyto(self._copy, self.bytes)
+        np.copyto(self._copy[taken], self._pages[taken])
         return time.perf_counter() - start
 
     async def checksum(self) -> float:
+        taken = self._pages[self._next()].reshape(-1)
         start = time.perf_counter()
-        crc32c(self.bytes)
+        crc32c(taken)
         return time.perf_counter() - start
 
     async def push(self, transport: str) -> float:
-        parts = self._parts(transport)
-        async with PushClient(self._channel, bytes(16), parts, lambda places: None) as push:
+        first = self._next().start
+        ticket, pages = first.to_bytes(16, "little"), pages_of(self._num_pages, first)
+        async with PushClient(self._channel, ticket, self._parts(transport), lambda places: None) as push:
             await push.open()
             start = time.perf_counter()
-            await push.ship(self.pages)
+            await push.ship(pages)
             await push.commit(0, FIRST)
             return time.perf_counter() - start
 
     async def stream(self) -> float:
-        messages = [self.bytes[i : i + MESSAGE_BYTES].tobytes() for i in range(0, self.num_bytes, MESSAGE_BYTES)]
+        taken = self._pages[self._next()].reshape(-1)
+        messages = [taken[i : i + MESSAGE_BYTES].tobytes() for i in range(0, len(taken), MESSAGE_BYTES)]
 
         async def requests() -> Any:
             for message in messages:
