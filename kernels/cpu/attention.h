@@ -1,6 +1,6 @@
 // Attention over paged keys and values; see kernels/paged_attention.py for the formula.
 //
-// Softmax runs block by block within a span of 256 tokens, counted from position 0, and the spans are merged in order:
+// Softmax runs in blocks of 32 tokens within spans of 256, counted from position 0, and the spans are merged in order:
 // whether a row comes alone or in a chunk, and whether its spans are shared among threads or not, its bits are the
 // same.
 #pragma once
@@ -10,7 +10,6 @@
 namespace pf::PF_ISA {
 
 constexpr int32_t kMergeGrain = 16;  // heads whose partial states are worth another thread
-constexpr int kAhead = 4;  // blocks that are asked for while one is computed: memory takes longer than a block does
 
 // A thread's scratch, cut up: one tile of query vectors, row after row, each with its group of heads.
 struct Tile {
@@ -32,47 +31,84 @@ struct Tile {
     }
 };
 
-// Rows `begin` to `end` of an item meet the block whose tokens lie in the tile.
-static void attend_rows(const Tile& tile, const Pages& pages, const Batch& batch, const Item& item, int base,
-                        int tokens, int begin, int end, int group) {
-    constexpr uint32_t whole = (1u << kBlock) - 1u;
-    int dim = pages.head_dim, whole_from = 0, whole_to = 0;  // rows that see the whole block
-    for (int r = begin; r < end; r++) {
-        uint32_t seen = seen_in(pages, base, tokens, batch.positions[item.row + r]);
-        if (!seen) continue;
-        if (seen == whole) {
-            if (whole_to == 0) whole_from = r;
-            whole_to = r + 1;
-            continue;
+// An item of one KV head.
+struct Task {
+    const Attention& a;
+    const Pages& pages;
+    const Batch& batch;
+    const Item& item;
+    const int32_t* table;
+    int kv_head;
+    int group;     // query heads
+    int position;  // of the first row
+    int first;     // that it sees behind the sinks
+
+    // Positions `begin` to `end` of the block at `base`, from pages before `open` and from the open page behind it.
+    void fill(const Tile& tile, int base, int begin, int end, int open) const {
+        for (int side = 0; side < 2; side++) {
+            float* out = (side ? tile.values : tile.keys) + (begin - base) * pages.head_dim;
+            int at = begin;
+            for (int stop = (int)smaller(end, open); at < stop;) {
+                int slot = at % pages.page_size, count = (int)smaller(pages.page_size - slot, stop - at);
+                decode_rows(pages, pages.sides[side], table[at / pages.page_size], kv_head, slot, count, out);
+                prefetch(side, at + kBlock, count);
+                out += count * pages.head_dim;
+                at += count;
+            }
+            if (at == end) continue;
+            OpenTokens tokens =
+                open_tokens(pages, batch, a.query, a.query_stride, a.num_heads, item.seq, side, kv_head);
+            for (; at < end; at++, out += pages.head_dim)
+                for (int i = 0; i < pages.head_dim; i += 16) store16(out + i, tokens.at(at).at(i));
         }
-        const float* queries = tile.queries + (int64_t)r * group * dim;
-        attend_block(tile.parts + r * group, group, queries, tile.keys, tile.values, seen, dim);
     }
-    if (whole_to)
-        attend_block(tile.parts + whole_from * group, (whole_to - whole_from) * group,
-                     tile.queries + (int64_t)whole_from * group * dim, tile.keys, tile.values, whole, dim);
-}
 
-static PF_INLINE void prefetch_at(const Pages& pages, const int32_t* table, int kv_head, const Cursor& at, int end) {
-    if (at.base >= end) return;
-    int64_t page = table[at.index];
-    prefetch_block(pages, pages.sides[0], page, kv_head, at.slot);
-    prefetch_block(pages, pages.sides[1], page, kv_head, at.slot);
-}
-
-// Rows before `num_open` meet the block as it was when its page was not full.
-static void attend_open(const Attention& a, const Tile& tile, const Pages& pages, const Batch& batch, const Item& item,
-                        const Cursor& at, int num_open, int kv_head, int group) {
-    int dim = pages.head_dim, end = batch.positions[item.row] + num_open;
-    int tokens = (int)smaller(at.tokens(pages), end - at.base);
-    for (int side = 0; side < 2; side++) {
-        float* out = side ? tile.values : tile.keys;
-        OpenTokens open = open_tokens(pages, batch, a.query, a.query_stride, a.num_heads, item.seq, side, kv_head);
-        for (int t = 0; t < tokens; t++)
-            for (int i = 0; i < dim; i += 16) store16(out + t * dim + i, open.at(at.base + t).at(i));
+    // Memory takes longer than a block does.
+    PF_INLINE void prefetch(int side, int at, int count) const {
+        int slot = at % pages.page_size;
+        count = (int)smaller(count, smaller(pages.page_size - slot, item.end - at));
+        if (at >= first) prefetch_rows(pages, pages.sides[side], table[at / pages.page_size], kv_head, slot, count);
     }
-    attend_rows(tile, pages, batch, item, at.base, at.tokens(pages), 0, num_open, group);
-}
+
+    // Rows `begin` to `end` of the item meet the block that lies in the tile.
+    void attend(const Tile& tile, int base, int begin, int end) const {
+        constexpr uint64_t whole = ~(uint64_t)0 >> (64 - kBlock);
+        int dim = pages.head_dim, whole_from = 0, whole_to = 0;  // rows that see the whole block
+        for (int r = begin; r < end; r++) {
+            uint64_t seen = seen_in(pages, base, position + r);
+            if (seen == whole) {
+                if (whole_to == 0) whole_from = r;
+                whole_to = r + 1;
+            } else if (seen) {
+                const float* queries = tile.queries + (int64_t)r * group * dim;
+                attend_block(tile.parts + r * group, group, queries, tile.keys, tile.values, seen, dim);
+            }
+        }
+        if (whole_to)
+            attend_block(tile.parts + whole_from * group, (whole_to - whole_from) * group,
+                         tile.queries + (int64_t)whole_from * group * dim, tile.keys, tile.values, whole, dim);
+    }
+
+    void meet_block(const Tile& tile, int base) const {
+        int size = pages.page_size;
+        for (int r = 0; r < item.num_rows;) {
+            int open = pages.tail_bytes ? (position + r + 1) / size * size : item.end, last = item.num_rows;
+            int stop = (int)smaller(base + kBlock, item.end);
+            if (open < stop) {  // rows that have the page open
+                last = (int)smaller(last, open + size - 1 - position);
+                stop = (int)smaller(stop, position + last);
+            }
+            int sinks = (int)smaller(pages.sinks, stop), begin = (int)larger(base, first);
+            if (base < sinks && sinks < begin)
+                fill(tile, base, base, sinks, open);
+            else if (base < sinks)
+                begin = base;
+            if (begin < stop) fill(tile, base, begin, stop, open);
+            attend(tile, base, r, last);
+            r = last;
+        }
+    }
+};
 
 static void attend_item(const Attention& a, const Pages& pages, const Batch& batch, const Work& work, const Item& item,
                         int kv_head, float* scratch) {
@@ -84,34 +120,19 @@ static void attend_item(const Attention& a, const Pages& pages, const Batch& bat
         for (int i = 0; i < dim; i += 16) store16(tile.queries + v * dim + i, mul16(load16(query + i), set16(a.scale)));
     }
     const Tables& tables = batch.tables[pages.group];
-    const int32_t* table = tables.pages + tables.starts[item.seq];
     int position = batch.positions[item.row], first = first_seen(pages, position);
-    int span = span_tokens(pages.page_size), span_end = (item.begin / span + 1) * span;
-    Cursor at, ahead;
-    at.set(pages, item.begin);
-    ahead = at;
-    for (int i = 0; i < kAhead; i++, ahead.advance(pages, first)) prefetch_at(pages, table, kv_head, ahead, item.end);
-    for (; at.base < item.end; at.advance(pages, first)) {
-        prefetch_at(pages, table, kv_head, ahead, item.end);
-        ahead.advance(pages, first);
-        if (at.base >= span_end) {
+    const int32_t* table = tables.pages + tables.starts[item.seq];
+    Task task = {a, pages, batch, item, table, kv_head, group, position, first};
+    int base = item.begin & ~(kBlock - 1), span = base / kSpan;
+    for (; base < item.end; base = next_block(pages, first, base)) {
+        if (base / kSpan != span) {
             for (int v = 0; v < vectors; v++) {
                 merge(tile.totals[v], tile.parts[v], dim);
                 reset(tile.parts[v], dim);
             }
-            span_end = (at.base / span + 1) * span;
+            span = base / kSpan;
         }
-        int num_open = 0;
-        if (pages.tail_bytes) {  // rows that come before the page's last token
-            num_open = (int)smaller(item.num_rows, larger(0, (at.index + 1) * pages.page_size - 1 - position));
-            if (num_open) attend_open(a, tile, pages, batch, item, at, num_open, kv_head, group);
-            if (num_open == item.num_rows) continue;
-        }
-        int tokens = at.tokens(pages), high = (int)smaller(tokens, item.end - at.base);
-        int low = at.base < pages.sinks ? 0 : (int)larger(0, first - at.base);
-        decode_block(pages, pages.sides[0], table[at.index], kv_head, at.slot, low, high, tile.keys);
-        decode_block(pages, pages.sides[1], table[at.index], kv_head, at.slot, low, high, tile.values);
-        attend_rows(tile, pages, batch, item, at.base, tokens, num_open, item.num_rows, group);
+        task.meet_block(tile, base);
     }
     for (int v = 0; v < vectors; v++) {
         merge(tile.totals[v], tile.parts[v], dim);

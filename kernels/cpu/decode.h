@@ -4,10 +4,10 @@
 
 namespace pf::PF_ISA {
 
-// Tokens low to high of the 16 from `slot` of a head on, as numbers, to the same rows of `out` [16, dim].
+// `count` tokens of a head from `slot` on, as numbers, to `out` [count, dim].
 template <class Codec>
-static PF_INLINE void decode_scaled(const Pages& pages, const Side& side, int64_t page, int head, int slot, int low,
-                                    int high, float* out) {
+static PF_INLINE void decode_scaled(const Pages& pages, const Side& side, int64_t page, int head, int slot, int count,
+                                    float* out) {
     int dim = pages.head_dim;
     int64_t vector = (int64_t)head * pages.page_size + slot;
     const uint8_t* rows = side.payload + page * pages.page_bytes + vector * side.row_bytes;
@@ -17,14 +17,14 @@ static PF_INLINE void decode_scaled(const Pages& pages, const Side& side, int64_
     if (side.is_per_channel) {
         for (int i = 0; i < dim; i += 16) {
             F16 scale = load16_half(scales + i), zero = Codec::kIsSymmetric ? zero16() : load16_half(zeros + i);
-            for (int t = low; t < high; t++) {
+            for (int t = 0; t < count; t++) {
                 F16 x = Codec::load(rows + t * side.row_bytes, i);
                 store16(out + t * dim + i, Codec::kIsSymmetric ? mul16(x, scale) : fma16(x, scale, zero));
             }
         }
         return;
     }
-    for (int t = low; t < high; t++) {
+    for (int t = 0; t < count; t++) {
         F16 scale = set16(float_of_half(scales[t]));
         F16 zero = Codec::kIsSymmetric ? zero16() : set16(float_of_half(zeros[t]));
         for (int i = 0; i < dim; i += 16) {
@@ -34,37 +34,38 @@ static PF_INLINE void decode_scaled(const Pages& pages, const Side& side, int64_
     }
 }
 
-static inline void decode_block(const Pages& pages, const Side& side, int64_t page, int head, int slot, int low,
-                                int high, float* out) {
+static inline void decode_rows(const Pages& pages, const Side& side, int64_t page, int head, int slot, int count,
+                               float* out) {
     if (side.scales) {
         with_codec(side, [&](auto codec) {
-            decode_scaled<decltype(codec)>(pages, side, page, head, slot, low, high, out);
+            decode_scaled<decltype(codec)>(pages, side, page, head, slot, count, out);
         });
         return;
     }
-    int dim = pages.head_dim, count = (high - low) * dim;
-    int64_t vector = (int64_t)head * pages.page_size + slot + low;
+    int numbers = count * pages.head_dim;
+    int64_t vector = (int64_t)head * pages.page_size + slot;
     const uint8_t* from = side.payload + page * pages.page_bytes + vector * side.row_bytes;
-    out += low * dim;
     if (side.element == FP32)
-        memcpy(out, from, (size_t)count * sizeof(float));
+        memcpy(out, from, (size_t)numbers * sizeof(float));
     else if (side.element == BF16)
-        for (int i = 0; i < count; i += 16) store16(out + i, load16_bf16((const uint16_t*)from + i));
+        for (int i = 0; i < numbers; i += 16) store16(out + i, load16_bf16((const uint16_t*)from + i));
     else
-        for (int i = 0; i < count; i += 16) store16(out + i, load16_half((const uint16_t*)from + i));
+        for (int i = 0; i < numbers; i += 16) store16(out + i, load16_half((const uint16_t*)from + i));
+}
+
+static PF_INLINE void prefetch_bytes(const uint8_t* from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 // Inlined always: GCC drops calls of a function that does nothing but prefetch.
-static PF_INLINE void prefetch_block(const Pages& pages, const Side& side, int64_t page, int head, int slot) {
+static PF_INLINE void prefetch_rows(const Pages& pages, const Side& side, int64_t page, int head, int slot, int count) {
     int64_t vector = (int64_t)head * pages.page_size + slot, begin = page * pages.page_bytes;
-    const uint8_t* from = side.payload + begin + vector * side.row_bytes;
-    for (int i = 0; i < 16 * side.row_bytes; i += 64) __builtin_prefetch(from + i);
+    prefetch_bytes(side.payload + begin + vector * side.row_bytes, count * side.row_bytes);
     if (!side.scales) return;
     int64_t at = begin + 2 * (side.is_per_channel ? (int64_t)head * pages.head_dim : vector);
-    int bytes = 2 * (side.is_per_channel ? pages.head_dim : 16);
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(side.scales + at + i);
-    if (!side.zeros) return;
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(side.zeros + at + i);
+    int64_t bytes = 2 * (side.is_per_channel ? pages.head_dim : count);
+    prefetch_bytes(side.scales + at, bytes);
+    if (side.zeros) prefetch_bytes(side.zeros + at, bytes);
 }
 
 }  // namespace pf::PF_ISA

@@ -5,7 +5,8 @@
 
 namespace pf {
 
-// Called by one thread, which shares the work out to its team. Those that end in `_bytes` say how large the workspace of such a call must be.
+// Called by one thread, which shares the work out to its team. Those that end in `_bytes` say how large the workspace of
+// such a call must be.
 struct Kernels {
     void (*rms_norm)(Team, const float* x, float* residual, const float* weight, float* y, int rows, int columns,
                      float eps);

@@ -5,7 +5,7 @@
 
 namespace pf::PF_ISA {
 
-constexpr int kSpanTokens = 256;
+constexpr int kSpan = 256;  // tokens, whole blocks
 
 // Consecutive rows of one sequence, over those positions from `begin` to `end` that one of them sees; `end` is a span's
 // end, or that of what the last row sees.
@@ -27,10 +27,6 @@ struct Work {
     int64_t scratch_floats;
 };
 
-// Of whole pages.
-static inline int span_tokens(int page_size) {
-    return page_size >= kSpanTokens ? page_size : kSpanTokens / page_size * page_size;
-}
 // The first position behind the sinks that a row at `position` sees.
 static inline int first_seen(const Pages& pages, int position) {
     return pages.window && position >= pages.window ? position - pages.window + 1 : 0;
@@ -53,7 +49,7 @@ static inline int64_t scratch_floats(const Attention& a, const Pages& pages) {
 // Lists the batch's items into `items`, or with null only counts them; gives the number of partials too.
 static int list_items(const Batch& batch, const Pages& pages, const Attention& a, int threads, Item* items,
                       int32_t* num_partials) {
-    int tile = rows_per_tile(a.num_heads / pages.num_kv_heads, pages.head_dim), span = span_tokens(pages.page_size);
+    int tile = rows_per_tile(a.num_heads / pages.num_kv_heads, pages.head_dim);
     int num_items = 0, partials = 0;
     bool may_split = batch.num_seqs * pages.num_kv_heads < 4 * threads;  // else there is work enough for all threads
     for (int seq = 0; seq < batch.num_seqs; seq++) {
@@ -63,9 +59,9 @@ static int list_items(const Batch& batch, const Pages& pages, const Attention& a
             int rows = (int)smaller(tile, stop - row);
             int first = first_seen(pages, batch.positions[row]), end = batch.positions[row + rows - 1] + 1;
             int begin = next_seen(pages, first, 0);
-            bool split = single && begin / span != (end - 1) / span;
+            bool split = single && begin / kSpan != (end - 1) / kSpan;
             while (begin < end) {
-                int until = split ? (int)smaller(end, (begin / span + 1) * span) : end;
+                int until = split ? (int)smaller(end, (begin / kSpan + 1) * kSpan) : end;
                 if (items) items[num_items] = {seq, row, rows, begin, until, split ? partials : -1};
                 partials += split;
                 num_items++;
@@ -93,38 +89,20 @@ static void take_scratch(Arena& arena, const Attention& a, const Pages& pages, T
     work.scratch = arena.take<float>(team.size * work.scratch_floats);
 }
 
-// A block of 16 tokens, or what the page has left, by its place in the page table; steps over what an item's rows do
-// not see. `first` is what its first row sees behind the sinks.
-struct Cursor {
-    int index;
-    int slot;
-    int base;  // position of the first token
-
-    PF_INLINE void set(const Pages& pages, int position) {
-        index = position / pages.page_size;
-        slot = (position - index * pages.page_size) & ~(kBlock - 1);
-        base = index * pages.page_size + slot;
-    }
-    PF_INLINE int tokens(const Pages& pages) const { return (int)smaller(kBlock, pages.page_size - slot); }
-    PF_INLINE void advance(const Pages& pages, int first) {
-        base += tokens(pages);
-        slot += kBlock;
-        if (slot >= pages.page_size) {
-            slot = 0;
-            index++;
-        }
-        if (base >= pages.sinks && base + tokens(pages) <= first) set(pages, first);
-    }
-};
+// The block after the one at `base` of which a row that sees `first` and the sinks sees something.
+static inline int next_block(const Pages& pages, int first, int base) {
+    return next_seen(pages, first, base + kBlock) & ~(kBlock - 1);
+}
 
 // A bit for each of the block's tokens that a row at `position` sees.
-static inline uint32_t seen_in(const Pages& pages, int base, int tokens, int position) {
-    int high = (int)smaller(tokens, position + 1 - base), low = first_seen(pages, position) - base;
+static inline uint64_t seen_in(const Pages& pages, int base, int position) {
+    int high = (int)smaller(kBlock, position + 1 - base), low = first_seen(pages, position) - base;
     if (high <= 0) return 0;
-    uint32_t seen = (1u << high) - 1u;
+    uint64_t seen = ~(uint64_t)0 >> (64 - high);
     if (low <= 0) return seen;
     int sinks = (int)larger(0, smaller(kBlock, pages.sinks - base));
-    return seen & (~((1u << smaller(low, kBlock)) - 1u) | ((1u << sinks) - 1u));
+    uint64_t before = low < 64 ? ~(uint64_t)0 << low : 0;
+    return seen & (before | (sinks ? ~(uint64_t)0 >> (64 - sinks) : 0));
 }
 
 }  // namespace pf::PF_ISA
