@@ -14,6 +14,7 @@ struct Quantised {
     int8_t* values;  // [rows, columns]
     float* scales;   // [rows, columns / 32]
     int32_t* sums;   // of a group's q
+    float* offsets;  // scale times sum: what a group of x is worth where all weights are 1
 };
 
 // scale = max |x| / 127, q = round(x / scale). A group with what is no finite number gets scale NaN and q = 0.
@@ -26,6 +27,7 @@ static inline void quantise_group(const float* x, const Quantised& to, int64_t g
         memset(values, 0, 32);
         to.scales[group] = bad != 0.0f ? bad : 0.0f;
         to.sums[group] = 0;
+        to.offsets[group] = to.scales[group] * 0.0f;
         return;
     }
     // Below 2^-120 the inverse may overflow; such a group counts as zeros.
@@ -35,6 +37,7 @@ static inline void quantise_group(const float* x, const Quantised& to, int64_t g
     store16_int8(values + 16, second);
     to.scales[group] = largest / 127.0f;
     to.sums[group] = isum16(iadd16(first, second));
+    to.offsets[group] = to.scales[group] * (float)to.sums[group];
 }
 
 static inline void quantise_row(const float* x, const Quantised& to, int64_t row, int columns) {

@@ -37,9 +37,9 @@ struct Q4Group {
         }
     }
     static inline int32_t start(int32_t) { return 0; }
-    static inline F16 add(F16 y, F16 sum, const uint8_t* block, float scale, int32_t sum_of_x) {
+    static inline F16 add(F16 y, F16 sum, const uint8_t* block, float scale, float offset) {
         F16 d = load16_half((const uint16_t*)block), m = load16_half((const uint16_t*)block + 16);
-        return fma16(mul16(sum, set16(scale)), d, fma16(m, set16(scale * (float)sum_of_x), y));
+        return fma16(mul16(sum, set16(scale)), d, fma16(m, set16(offset), y));
     }
 };
 
@@ -58,7 +58,7 @@ struct Q8Group {
         }
     }
     static inline int32_t start(int32_t sum_of_x) { return q8_start(sum_of_x); }
-    static inline F16 add(F16 y, F16 sum, const uint8_t* block, float scale, int32_t) {
+    static inline F16 add(F16 y, F16 sum, const uint8_t* block, float scale, float) {
         return fma16(mul16(sum, set16(scale)), load16_half((const uint16_t*)block), y);
     }
 };
@@ -103,7 +103,7 @@ static void multiply_tile(const Matrix& w, const Quantised& x, int64_t row, int6
         for (int r = 0; r < Rows; r++)
             for (int t = 0; t < Tiles; t++)
                 totals[r][t] = Group::add(totals[r][t], float16(sums[r][t]), blocks[t], x.scales[at + r * groups],
-                                          x.sums[at + r * groups]);
+                                          x.offsets[at + r * groups]);
         for (int t = 0; t < Tiles; t++) {
             if (Rows <= 2)  // few rows wait for memory: ask ahead
                 for (int line = 0; line < Group::kBytes; line += 64) __builtin_prefetch(blocks[t] + 2048 + line);
@@ -235,7 +235,8 @@ static void unpack(Team team, const Matrix& w, const int32_t* row_ids, float* y,
 
 static Quantised take_quantised(Arena& arena, int64_t rows, int64_t columns) {
     int64_t groups = rows * columns / 32;
-    return {arena.take<int8_t>(rows * columns), arena.take<float>(groups), arena.take<int32_t>(groups)};
+    return {arena.take<int8_t>(rows * columns), arena.take<float>(groups), arena.take<int32_t>(groups),
+            arena.take<float>(groups)};
 }
 
 static void linear(Team team, const Matrix& w, const float* x, float* y, int rows, uint8_t* workspace) {
