@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 namespace pf {
 
@@ -24,6 +25,7 @@ struct Crew {
     alignas(64) int32_t round;       // counts up
     int32_t num_idle;                // helpers asleep
     int32_t is_caller_asleep;
+    int64_t woken_ns;                // when the caller last woke helpers
 
     pthread_mutex_t mutex;  // held to fall asleep and to wake
     pthread_cond_t published;
@@ -37,7 +39,8 @@ struct Crew {
 
 namespace {
 
-constexpr int kSpins = 300;  // some microseconds: longer than threads that all run are apart
+constexpr int kSpins = 300;             // some microseconds: longer than threads that all run are apart
+constexpr int64_t kWakeNs = 200'000;  // waking costs both sides some microseconds, more than a short round is worth
 
 void pause() {
 #if defined(__x86_64__)
@@ -55,6 +58,19 @@ bool changes_soon(const int32_t* number, int32_t value, bool until_zero) {
         pause();
     }
     return false;
+}
+
+// Called by the caller alone, while there are items.
+void wake(Crew& crew) {
+    if (!load(&crew.num_idle)) return;
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    int64_t now_ns = now.tv_sec * (int64_t)1'000'000'000 + now.tv_nsec;
+    if (now_ns - crew.woken_ns < kWakeNs) return;
+    crew.woken_ns = now_ns;
+    pthread_mutex_lock(&crew.mutex);
+    pthread_cond_broadcast(&crew.published);
+    pthread_mutex_unlock(&crew.mutex);
 }
 
 // Takes items and does them until none is left: of the round that is on, whichever it is by then.
@@ -76,6 +92,7 @@ void work(Crew& crew, int32_t rank) {
             pthread_mutex_unlock(&crew.mutex);
         }
         left = load(&crew.left);
+        if (rank == 0 && left > 0) wake(crew);
     }
 }
 
@@ -123,11 +140,7 @@ void run_on(Crew* crew, int32_t count, int32_t grain, Body body, const void* con
     store(&crew->unfinished, count);
     store(&crew->left, count);
     __atomic_add_fetch(&crew->round, 1, __ATOMIC_SEQ_CST);
-    if (load(&crew->num_idle)) {
-        pthread_mutex_lock(&crew->mutex);
-        pthread_cond_broadcast(&crew->published);
-        pthread_mutex_unlock(&crew->mutex);
-    }
+    wake(*crew);
     work(*crew, 0);
     if (changes_soon(&crew->unfinished, 0, true)) return;
     pthread_mutex_lock(&crew->mutex);
