@@ -1,6 +1,6 @@
 // Attention over paged keys and values; see kernels/paged_attention.py for the formula.
 //
-// Softmax runs in blocks of 32 tokens within spans of 256, counted from position 0, and the spans are merged in order:
+// Softmax runs in blocks of 16 tokens within spans of 256, counted from position 0, and the spans are merged in order:
 // whether a row comes alone or in a chunk, and whether its spans are shared among threads or not, its bits are the
 // same.
 #pragma once

@@ -1,4 +1,4 @@
-// Softmax attention of query vectors over blocks of 32 keys and values.
+// Softmax attention of query vectors over blocks of 16 keys and values.
 //
 // Keys and values are decoded to fp32, and met by one query vector after the other, so a vector's result depends on the
 // tokens that it sees and on nothing else that shares its tile, chunk or batch.
@@ -8,7 +8,7 @@
 
 namespace pf::PF_ISA {
 
-constexpr int kBlock = 32;  // at most 64: a block's tokens are bits
+constexpr int kBlock = 16;  // at most 64: a block's tokens are bits
 constexpr float kNone = -__builtin_inff();
 
 // Running softmax of one query vector: out = accumulator / sum, all relative to e^largest.
