@@ -51,6 +51,13 @@ async def test_what_is_sent() -> None:
     assert server.num_connections == 1
 
 
+async def test_each_request_may_have_a_new_connection() -> None:
+    async with fake_openai.serving(*WHOLE) as (url, server), target(url, keep_connections=False) as made:
+        await made.ask(QUESTION, Answer(0.0))
+        await made.ask(QUESTION, Answer(0.0))
+    assert server.num_connections == 2
+
+
 async def test_a_chat_is_one_message() -> None:
     opening = chat_event({"role": "assistant", "content": ""})
     script = (opening, chat_event({"content": "a"}), chat_event({"content": "b"}), chat_event({}, finish="stop"), DONE)

@@ -128,12 +128,19 @@ def _target(arguments: argparse.Namespace, load: "Load") -> "Target":
 
         if arguments.extra_body is not None:
             raise InvalidArgumentError("--extra-body needs --url")
+        if arguments.new_connections:
+            raise InvalidArgumentError("--new-connections needs --url")
         return GrpcTarget(arguments.target or DEFAULT_ADDRESS, **common)
     from pageferry.loadgen.openai_target import OpenAiTarget
 
     if not arguments.url.startswith(("http://", "https://")):
         raise invalid("--url", arguments.url, "must begin with http:// or https://")
-    return OpenAiTarget(arguments.url, extra_body=_extra_body(arguments.extra_body), **common)
+    return OpenAiTarget(
+        arguments.url,
+        extra_body=_extra_body(arguments.extra_body),
+        keep_connections=not arguments.new_connections,
+        **common,
+    )
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:

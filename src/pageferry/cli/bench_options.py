@@ -64,6 +64,9 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="default completions")
     group.add_argument("--model", default="", metavar="NAME", help="default: the first that the server names")
     group.add_argument("--api-key", default="", metavar="KEY", help="sent as Authorization: Bearer KEY")
+    group.add_argument(
+        "--new-connections", action="store_true", help="with --url: one a request, where the server drops kept ones"
+    )
     group.add_argument("--extra-body", metavar="JSON", help="with --url: an object of fields to add to every request")
     text = "of the model that is served: a directory or .gguf file; makes prompts of exact lengths; default smollm2"
     group.add_argument("--tokenizer", default="smollm2", metavar="PATH|smollm2", help=text)

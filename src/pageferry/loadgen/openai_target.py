@@ -21,10 +21,18 @@ _OPTIONAL = ("min_tokens", "ignore_eos", "stream_options", "temperature")
 
 
 class OpenAiTarget:
-    """One connection a request in flight; they are kept and used again."""
+    """One connection a request in flight; they are kept and used again, unless each is to have a new one."""
 
     def __init__(
-        self, url: str, *, chat: bool, model: str, api_key: str, temperature: float, extra_body: Mapping[str, Any]
+        self,
+        url: str,
+        *,
+        chat: bool,
+        model: str,
+        api_key: str,
+        temperature: float,
+        extra_body: Mapping[str, Any],
+        keep_connections: bool = True,
     ) -> None:
         self._url = url.rstrip("/")
         self._chat = chat
@@ -41,8 +49,9 @@ class OpenAiTarget:
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
+        kept: dict[str, Any] = {"keepalive_timeout": _KEPT_S} if keep_connections else {"force_close": True}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
+            connector=aiohttp.TCPConnector(limit=0, **kept),
             headers=headers,
             timeout=_NO_TIMEOUT,
         )
