@@ -209,6 +209,7 @@ def prefill_state(worker: Worker, cached_tokens: int) -> PrefillState:
         tokens_per_s=view.load.prefill_tokens_per_s,
         chunk_tokens=view.snapshot.chunk_tokens,
         cached_tokens=cached_tokens,
+        num_running=view.load.running,
         refuses=view.refusing,
     )
 

@@ -3,7 +3,8 @@
 A decode worker is chosen first, by the share of its free pages and of its slots that the request would take; where it
 has several pools of pages, the pool counts of which it would take the greatest share. Among the
 prefill workers that can fill its pages the one with the lowest predicted time to first token is taken. The decode
-worker computes the prompt itself where that is short, or predicted to be much faster, or where nobody else can.
+worker computes the prompt itself where that is short, or where nobody else can, or where it is predicted to be faster
+by more than all its streams would lose.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from enum import Enum
 from pageferry.core.layout import CacheLayout
 
 DEFAULT_TOKENS_PER_S = 500.0  # of a prefill worker that has not measured its speed yet
-# A decode worker's streams all stall while it computes a prompt, so it must be this much faster than the alternative.
+# A decode worker without streams must be this much faster than the alternative: both times are predictions.
 LOCAL_ADVANTAGE = 2.0
 
 
@@ -45,12 +46,18 @@ class PrefillState:
     tokens_per_s: float  # 0: unknown
     chunk_tokens: int
     cached_tokens: int  # of this request's
+    num_running: int = 0
     refuses: bool = False  # it has no room until its next load report
 
     def ttft_s(self, demand: Demand) -> float:
-        """Predicted seconds to the first token."""
+        """Predicted seconds to the first token.
+
+        The shortest goes first there, so that behind the step that runs, each other prompt counts for no more tokens
+        than this one has.
+        """
         uncached = demand.num_tokens - self.cached_tokens
-        return (self.queued_tokens + uncached) / (self.tokens_per_s or DEFAULT_TOKENS_PER_S)
+        ahead = min(self.queued_tokens, self.chunk_tokens + (self.num_waiting + self.num_running) * uncached)
+        return (ahead + uncached) / (self.tokens_per_s or DEFAULT_TOKENS_PER_S)
 
     def has_little_queued(self, demand: Demand) -> bool:
         """Whether one more only hides the way there: nothing waits, or two steps compute all of it."""
@@ -202,8 +209,11 @@ def _why_local(decode: DecodeState, fastest: PrefillState | None, demand: Demand
         return f"{uncached} uncached tokens are at most {settings.local_prefill_tokens}"
     local_s = decode.ttft_s(demand)
     # A prefill worker that has measured nothing yet must be given work to measure.
-    if local_s is not None and fastest.tokens_per_s > 0 and local_s * LOCAL_ADVANTAGE < fastest.ttft_s(demand):
-        return "predicted to be faster"
+    if local_s is not None and fastest.tokens_per_s > 0:
+        # Each stream of the decode worker stalls while it computes a prompt.
+        lost_s = local_s * (LOCAL_ADVANTAGE + decode.num_active)
+        if lost_s < fastest.ttft_s(demand):
+            return "predicted to be faster"
     return ""
 
 

@@ -27,6 +27,7 @@ D = DecodeState(
     tokens_per_s=0,
     cached_tokens=0,
 )
+BUSY = replace(P, queued_tokens=3000, num_waiting=2, num_running=4)
 PROMPT = Demand(400, 100)
 
 
@@ -89,7 +90,7 @@ def test_a_cached_prefix_attracts_but_load_outweighs_a_short_one() -> None:
         (PROMPT, [], D, "no prefill worker is usable"),
         (PROMPT, [replace(P, layout=OTHER_LAYOUT)], D, "no prefill worker is usable"),
         (replace(PROMPT, local_only=True), [P], D, "prefill workers have failed"),
-        (PROMPT, [replace(P, queued_tokens=3000)], replace(D, tokens_per_s=1000), "predicted to be faster"),
+        (PROMPT, [BUSY], replace(D, tokens_per_s=1000), "predicted to be faster"),
     ],
 )
 def test_the_decode_worker_alone(
@@ -127,6 +128,22 @@ def test_little_is_not_enough_to_compute_prompts_beside_streams() -> None:
     assert route is not None and route.source is Source.PUSHED
     assert route.attributes["pageferry.route.alternative"] == "local"
     assert route.attributes["pageferry.route.alternative_ttft_ms"] == pytest.approx(400 / 1500 * 1000)
+
+
+def test_streams_are_not_stalled_for_longer_than_one_prompt_would_wait() -> None:
+    fast = replace(D, tokens_per_s=4000)
+    sources = [choose(PROMPT, [BUSY], [replace(fast, num_active=n)], SETTINGS) for n in range(8)]
+    assert [route is not None and route.source is Source.LOCAL for route in sources] == [True] * 8
+    assert BUSY.ttft_s(PROMPT) == pytest.approx((256 + 6 * 400 + 400) / 1000)
+    slow = replace(fast, tokens_per_s=1000)
+    routes = [choose(PROMPT, [replace(BUSY, num_waiting=0)], [replace(slow, num_active=n)], SETTINGS) for n in range(8)]
+    assert [route is not None and route.source is Source.LOCAL for route in routes] == [True] * 4 + [False] * 4
+
+
+def test_a_short_prompt_need_not_wait_for_a_long_one() -> None:
+    behind_a_long_one = replace(P, num_running=1, queued_tokens=1500)
+    assert behind_a_long_one.ttft_s(Demand(100, 10)) == pytest.approx((256 + 100 + 100) / 1000)
+    assert behind_a_long_one.ttft_s(Demand(2000, 10)) == pytest.approx((1500 + 2000) / 1000)
 
 
 def test_a_prefill_worker_of_unknown_speed_is_given_work() -> None:
