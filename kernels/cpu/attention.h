@@ -65,9 +65,10 @@ struct Task {
 
     // Memory takes longer than a block does.
     PF_INLINE void prefetch(int side, int at, int count) const {
+        if (at < first || at >= item.end) return;  // behind the item, the table may end
         int slot = at % pages.page_size;
         count = (int)smaller(count, smaller(pages.page_size - slot, item.end - at));
-        if (at >= first) prefetch_rows(pages, pages.sides[side], table[at / pages.page_size], kv_head, slot, count);
+        prefetch_rows(pages, pages.sides[side], table[at / pages.page_size], kv_head, slot, count);
     }
 
     // Rows `begin` to `end` of the item meet the block that lies in the tile.
