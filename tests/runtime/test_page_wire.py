@@ -91,3 +91,9 @@ def test_what_is_torn_is_refused() -> None:
     for end in (1, 2, 3, 5, 20, 500, len(message) - 1):
         with pytest.raises(DecodeError):
             read_request(message[:end])
+
+
+@pytest.mark.parametrize("start", [b"\x12", b"\x2a", b"\x12\x65\x08"])  # of lengths, and of a frame's number
+def test_a_number_that_goes_on_is_refused_at_its_tenth_byte(start: bytes) -> None:
+    with pytest.raises(DecodeError, match="more than ten bytes"):
+        read_request(start + b"\xff" * 100)

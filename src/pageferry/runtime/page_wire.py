@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pageferry.v1.page_pb2 import PageFrame, PushRequest, PushResponse
 
@@ -22,6 +23,7 @@ _CRC32C = 5 << 3 | 5  # of PageFrame
 _PAYLOAD = 15 << 3 | 2
 _LEN, _VARINT = 2, 0
 _FIXED = {1: 8, 5: 4}  # wire type to bytes
+_MAX_SHIFT = 63  # of a varint's last byte: none has more than ten
 
 
 class InlineFrame(NamedTuple):
@@ -151,14 +153,14 @@ def _length(data: bytes, position: int) -> tuple[int, int]:
 
 def _read_varint(data: bytes, position: int) -> tuple[int, int]:
     """Value, and the position behind it."""
-    value = shift = 0
-    while True:
+    value = 0
+    for shift in range(0, _MAX_SHIFT + 1, 7):
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, position
-        shift += 7
+    raise DecodeError("a number has more than ten bytes")
 
 
 def _varint(value: int) -> bytes:
