@@ -128,6 +128,7 @@ class Sending:
         self._copy = np.zeros_like(self._pages)
         self._channel = channel
         self._executor = executor
+        self._parts_of: dict[str, PushParts] = {}  # by transport
 
     def _next(self) -> slice:
         self._first = (self._first + self._num_pages) % len(self._pages)
@@ -170,11 +171,10 @@ class Sending:
         raise AssertionError("no answer")
 
     def _parts(self, transport: str) -> PushParts:
-        known = self.__dict__.setdefault("known", {})
-        if transport not in known:
+        if transport not in self._parts_of:
             config = HandoffConfig(transport=transport)
-            known[transport] = PushParts(self.pool, self._executor, config, NoOpTracer())
-        return known[transport]
+            self._parts_of[transport] = PushParts(self.pool, self._executor, config, NoOpTracer())
+        return self._parts_of[transport]
 
 
 async def in_turns(ways: Sequence[Callable[[], Awaitable[float]]], num_rounds: int) -> list[list[float]]:

@@ -57,8 +57,13 @@ class Turns:
                 server.stop()
             return
         if system.name not in self._staying:
-            self._staying[system.name] = self._start(system, load)
-            self._check(self._staying[system.name])
+            server = self._start(system, load)
+            try:
+                self._check(server)
+            except BaseException:
+                server.stop()
+                raise
+            self._staying[system.name] = server
         with running(self._staying[system.name]):
             yield self._staying[system.name]
 
@@ -170,10 +175,15 @@ def setup(chosen: list[System], environments: Environments, weights: Weights) ->
 def run(chosen: list[System], under: list[Load], arguments: argparse.Namespace) -> int:
     """All turns, A B C A B C; the exit status."""
     environments, weights = _places(arguments)
+    needed = {system.environment for system in chosen if system.environment}
+    missing = {name for name in needed if not environments.has(name)}
+    chosen = [system for system in chosen if system.environment not in missing]
+    for name in sorted(missing):
+        print(f"{name} is not installed as bench/peers/requirements has it, and left out: --setup", file=sys.stderr)
     arguments.out.mkdir(parents=True, exist_ok=True)
     turns = Turns(environments, weights, arguments.out)
     example = Place(environments, weights, 8000, num_cores(), streams=8, max_tokens=256)
-    failed = False
+    failed = bool(missing)
     try:
         with turns.server(SYSTEMS[_REFERENCE], under[0]):
             pass
