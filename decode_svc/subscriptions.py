@@ -60,6 +60,7 @@ class Subscriptions:
 
     def __init__(self) -> None:
         self._live: dict[bytes, Subscription] = {}
+        self._closing = False
         self._ended = asyncio.Event()
 
     def join(self, subscription_id: bytes, call: Call) -> None:
@@ -76,6 +77,8 @@ class Subscriptions:
         if name in self._live:
             raise AlreadyExistsError("the subscription is live", reason="SUBSCRIPTION_LIVE")
         subscription = self._live[name] = Subscription()
+        if self._closing:
+            subscription.finish()
         try:
             await context.write(pb.SubscribeResponse())  # from now on calls may name it
             while (message := await subscription.next()) is not None:
@@ -89,7 +92,8 @@ class Subscriptions:
                     call.take_end(lost)
 
     async def close(self) -> None:
-        """Let each end when its reader has been told all, if that doesn't take long."""
+        """Let each end when its reader has been told all, if that doesn't take long; new ones end at once."""
+        self._closing = True
         for subscription in self._live.values():
             subscription.finish()
         with suppress(TimeoutError):
