@@ -105,18 +105,18 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """In how many samples how many sequences ran, each in every step of its decode worker."""
+    """In how many samples of a decode worker how many sequences ran on it; samples in which none did don't count."""
 
     counts: Mapping[str, int]
     mean: float
 
     @classmethod
     def of(cls, counts: Mapping[int, int]) -> "BatchSize | None":
-        """From steps by size; None without a step."""
-        steps = sum(counts.values())
-        if not steps:
+        """From samples by size; None without a sample."""
+        num_samples = sum(counts.values())
+        if not num_samples:
             return None
-        mean = sum(size * count for size, count in counts.items()) / steps
+        mean = sum(size * count for size, count in counts.items()) / num_samples
         return cls({str(size): count for size, count in sorted(counts.items()) if count}, mean)
 
 

@@ -19,7 +19,7 @@ class Observed:
     cores: int
     client_cpu_s: float
     server_cpu_s: float | None = None
-    batch_counts: Mapping[int, int] | None = None  # steps by how many sequences they ran
+    batch_counts: Mapping[int, int] | None = None  # samples of a decode worker by how many ran on it
     pages_total: int | None = None
     gpu_memory_bytes_max: int | None = None
     send_lags_ms: Sequence[float] | None = None  # by how much requests were sent late
