@@ -41,11 +41,11 @@ class _Command:
 class EngineThread(Generic[E]):
     """Runs a Stepper: commands in the order given, then a step, whose events `deliver` gets on the event loop.
 
-    Between two steps it crosses to the loop once at most, with the events of the one and the answers of the commands
-    before the other. A step's events are delivered before a later command's caller goes on; but they may well be
-    delivered before an earlier command's caller does, who must therefore be ready for them when it calls. If a step or
-    a posted command raises, `failed` gets the exception and the thread ends: the state that it owns can't be trusted
-    any more.
+    While there is work it crosses to the loop once a step at most, with the events of the one and the answers of the
+    commands before the next; before it waits, what there is crosses at once. A step's events are delivered before a
+    later command's caller goes on; but they may well be delivered before an earlier command's caller does, who must
+    therefore be ready for them when it calls. If a step or a posted command raises, `failed` gets the exception and the
+    thread ends: the state that it owns can't be trusted any more.
     """
 
     failed: "asyncio.Future[BaseException]"

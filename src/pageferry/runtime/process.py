@@ -65,8 +65,9 @@ def end_process(code: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # whoever read it has gone
-            stream.flush()
+        if stream is not None:  # as it is in a process that was started with it closed
+            with contextlib.suppress(OSError):  # whoever read it has gone
+                stream.flush()
     os._exit(code)
 
 
