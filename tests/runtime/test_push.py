@@ -26,7 +26,6 @@ from pageferry.core.errors import (
 from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
-from pageferry.runtime.carriers import STAGED_BYTES
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.errors import from_rpc_error
@@ -34,6 +33,7 @@ from pageferry.runtime.page_wire import add_page_service
 from pageferry.runtime.push import PushClient, PushParts
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.staging import STAGED_BYTES
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
 FIRST = (0, SampledToken(42, -0.5, ((42, -0.5), (7, -1.5))))

@@ -10,14 +10,13 @@ from typing import Protocol
 from pageferry.core.layout import MAX_FRAME_BYTES, CacheLayout, PageKey, Place
 from pageferry.core.page_io import PageRun, PageSource
 from pageferry.runtime.page_wire import write_frames
-from pageferry.runtime.staging import SharedRegion
+from pageferry.runtime.staging import STAGED_BYTES, SharedRegion
 from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PageFrame, PageKind, PushRequest, StagedPages
 
 Pages = Sequence[tuple[PageKey, Place]]
 INLINE = "inline"
 SHM = "shm"
 _NUM_TOGETHER = 4
-STAGED_BYTES = 8 << 20  # of one message: two of them fill a region, and each costs more than the copy of a page
 
 
 @dataclass(frozen=True, slots=True)

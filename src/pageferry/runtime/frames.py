@@ -79,6 +79,8 @@ def arrivals_staged(staged: StagedPages, layout: CacheLayout, arrived: Arrivals,
     shape = layout.of(PageKey(staged.group, 0, is_tail))
     num_bytes = shape.num_layers * shape.layer_bytes
     end = staged.offset + len(keys) * num_bytes
+    if not keys:
+        raise invalid("staged.page_indexes", "nothing", "must name a page")
     if staged.offset < HEADER_BYTES or end > len(memory):
         limit = f"must lie from {HEADER_BYTES} to {len(memory)} with its {len(keys)} pages"
         raise invalid("staged.offset", staged.offset, limit)

@@ -94,7 +94,7 @@ class PushClient:
         """Present the ticket and the layout; FailedPreconditionError where the receiver refuses them."""
         known = self._parts.regions.get(self._channel)
         opening = page_pb2.Open(ticket=self._ticket, layout=layout_to_proto(self._parts.source.layout))
-        if self._parts.config.transport != INLINE:
+        if self._wants_to_share():
             opening.staging.proof = known.proof if known is not None else b""
         self._outbox.put(page_pb2.PushRequest(open=opening))
         metadata = tuple(inject_context(trace.set_span_in_context(self._span)).items())
@@ -167,6 +167,12 @@ class PushClient:
             self._carrier.close()
             self._end_span()
 
+    def _wants_to_share(self) -> bool:
+        """Whether to ask for shared memory; where it would be in vain, only if nothing else will do."""
+        transport, parts = self._parts.config.transport, self._parts
+        is_vain = parts.regions.is_apart(self._channel) or not StagedCarrier.carries(parts.source.layout)
+        return transport == SHM or (transport != INLINE and not is_vain)
+
     async def _choose_carrier(self, known: SharedRegion | None) -> None:
         """Shared memory where both ends want and can, else messages. Tells the receiver which."""
         config, opened, region = self._parts.config, self._opened, None
@@ -175,10 +181,10 @@ class PushClient:
         elif opened.HasField("staging"):
             attaching = self._parts.executor.submit(SharedRegion.attach, opened.staging, self._parts.regions.directory)
             region = await asyncio.wrap_future(attaching)
+            self._parts.regions.set(self._channel, region)
             proof = region.proof if region is not None else b""
             self._outbox.put(page_pb2.PushRequest(attached=page_pb2.StagingAttached(proof=proof)))
         if region is not None and StagedCarrier.carries(self._parts.source.layout):
-            self._parts.regions.set(self._channel, region)
             self._carrier = StagedCarrier(region, self._progress)
         elif config.transport == SHM:
             message = "handoff.transport is shm, but the receiver shares no memory with this process"

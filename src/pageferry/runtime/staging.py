@@ -29,6 +29,7 @@ HEADER_BYTES = 4096  # the nonce, the proof, and what makes a page full
 UNIT_BYTES = 1 << 20
 NUM_UNITS = 16
 REGION_BYTES = HEADER_BYTES + NUM_UNITS * UNIT_BYTES
+STAGED_BYTES = 8 << 20  # of one message: two of them fill a region, and each costs more than the copy of a page
 MAX_REGIONS = 16  # of one receiver; more senders than that send inline
 _SECRET_BYTES = 16
 _PREFIX = "pageferry-"
@@ -61,8 +62,9 @@ class OwnRegion:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while the name is there: see `remove_stale`
             return cls(path, file, num_bytes)
         except BaseException:
-            os.unlink(path)
             os.close(file)
+            with suppress(OSError):
+                os.unlink(path)
             raise
 
     def attached(self, proof: bytes) -> None:
@@ -97,6 +99,8 @@ class OwnRegions:
         self._directory = directory
         self._num_bytes = num_bytes
         self._regions: dict[bytes, OwnRegion] = {}
+        self._num_creating = 0
+        self._is_failing = False  # the last one could not be made, which was logged
         remove_stale(directory)
 
     def __len__(self) -> int:
@@ -106,7 +110,8 @@ class OwnRegions:
         """The region with that proof, else a new one; None where there can be none. The caller owes `give_back`."""
         region = self._regions.get(proof)
         if region is None:
-            region = await self._create() if len(self._regions) < MAX_REGIONS else None
+            has_room = len(self._regions) + self._num_creating < MAX_REGIONS
+            region = await self._create() if has_room else None
         else:
             region.attached(proof)  # its first push's message that says so may be under way yet
         if region is None:
@@ -128,14 +133,22 @@ class OwnRegions:
 
     async def _create(self) -> OwnRegion | None:
         creating = self._executor.submit(OwnRegion.create, self._directory, self._num_bytes)
+        self._num_creating += 1
         try:
-            return await asyncio.wrap_future(creating)
+            region = await asyncio.wrap_future(creating)
         except OSError as error:
-            log("staging_unavailable", level="warning", error=error)
+            if not self._is_failing:
+                log("staging_unavailable", level="warning", error=error)
+            self._is_failing = True
             return None
         except asyncio.CancelledError:
             creating.add_done_callback(_discard)
             raise
+        else:
+            self._is_failing = False
+            return region
+        finally:
+            self._num_creating -= 1
 
     def _drop(self, region: OwnRegion) -> None:
         """Its memory goes once nothing refers to it any more."""
@@ -155,8 +168,8 @@ class SharedRegion:
 
     @classmethod
     def attach(cls, offer: StagingOffer, directory: Path) -> Self | None:
-        """Blocks. None where it isn't there, isn't the receiver's, isn't ours alone, or is too small."""
-        if not offer.name.startswith(_PREFIX) or "/" in offer.name or offer.num_bytes < HEADER_BYTES + UNIT_BYTES:
+        """Blocks. None where it isn't there, isn't the receiver's, isn't ours alone, or is too small for a message."""
+        if not offer.name.startswith(_PREFIX) or "/" in offer.name or offer.num_bytes < HEADER_BYTES + STAGED_BYTES:
             return None
         with suppress(OSError, ValueError), _opened(directory / offer.name) as file:
             status = os.fstat(file)
@@ -188,17 +201,24 @@ class SharedRegion:
 
 
 class SharedRegions:
-    """The regions that a sender has attached, by connection."""
+    """The regions that a sender has attached, by connection; None where it could not."""
 
     def __init__(self, directory: Path = DIRECTORY) -> None:
         self.directory = directory
-        self._regions: WeakKeyDictionary[grpc.aio.Channel, SharedRegion] = WeakKeyDictionary()
+        self._regions: WeakKeyDictionary[grpc.aio.Channel, SharedRegion | None] = WeakKeyDictionary()
 
     def get(self, channel: grpc.aio.Channel) -> SharedRegion | None:
         return self._regions.get(channel)
 
-    def set(self, channel: grpc.aio.Channel, region: SharedRegion) -> None:
-        self._regions[channel] = region
+    def set(self, channel: grpc.aio.Channel, region: SharedRegion | None) -> None:
+        if region is not None:
+            self._regions[channel] = region
+        else:
+            self._regions.setdefault(channel, None)
+
+    def is_apart(self, channel: grpc.aio.Channel) -> bool:
+        """Whether its receiver's memory could never be attached: it would make a region for nothing at each push."""
+        return channel in self._regions and self._regions[channel] is None
 
 
 def remove_stale(directory: Path) -> None:
