@@ -14,6 +14,8 @@ from pageferry.decode_svc.step import Completed, Figures
 from pageferry.runtime.convert import finish_to_proto, token_to_proto
 from pageferry.v1 import decode_pb2 as pb
 
+MOST_TOKENS = 4096  # of a message, whatever is told of each, so that receivers take it
+
 
 class Subscription(Protocol):
     """The stream that tells of this call and others."""
@@ -45,21 +47,23 @@ class Call:
             self.subscription.mark(self)
 
     def take_end(self, end: Completed | PageferryError) -> None:
-        self.end = end
+        if self.end is None:  # the first one counts
+            self.end = end
         self.changed.set()
         if self.subscription is not None:
             self.subscription.mark(self)
 
     def news(self) -> pb.CallEvents:
-        """What was not told yet."""
+        """What was not told yet; with very many tokens, the first of them, and the rest is left."""
         want_logprobs = self.sequence.work.sampling.num_logprobs is not None
-        told, self.tokens = self.tokens, []
+        told, self.tokens = self.tokens[:MOST_TOKENS], self.tokens[MOST_TOKENS:]
         events = pb.CallEvents(
             call=self.number, tokens=[token_to_proto(item.position, item.token, want_logprobs) for item in told]
         )
-        if isinstance(self.end, Completed):
-            events.completed.CopyFrom(_completed(self.end, is_pushed=self.is_pushed))
-        events.failed = isinstance(self.end, PageferryError)
+        if not self.tokens:
+            if isinstance(self.end, Completed):
+                events.completed.CopyFrom(_completed(self.end, is_pushed=self.is_pushed))
+            events.failed = isinstance(self.end, PageferryError)
         return events
 
 

@@ -5,12 +5,10 @@ from contextlib import suppress
 from typing import Any
 
 from pageferry.core.errors import AlreadyExistsError, UnavailableError, invalid
-from pageferry.decode_svc.call import Call
+from pageferry.decode_svc.call import MOST_TOKENS, Call
 from pageferry.v1 import decode_pb2 as pb
 
 SUBSCRIPTION_BYTES = 16
-# Tokens of a message: once so many are in it, further calls wait for the next, so that receivers take every message.
-_MANY_TOKENS = 4096
 _CLOSE_S = 1.0  # for readers to take what is left
 
 
@@ -47,11 +45,15 @@ class Subscription:
             self._changed.clear()
             await self._changed.wait()
         response, num_tokens = pb.SubscribeResponse(), 0
-        while self._news and num_tokens < _MANY_TOKENS:
+        while self._news:
             call = next(iter(self._news))
+            num_tokens += min(len(call.tokens), MOST_TOKENS)
+            if response.calls and num_tokens > MOST_TOKENS:  # the next message has it
+                break
             del self._news[call]
-            num_tokens += len(call.tokens)
             response.calls.append(call.news())
+            if call.tokens:
+                self._news[call] = None
         return response
 
 

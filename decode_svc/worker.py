@@ -104,6 +104,9 @@ class DecodeWorker(WorkCalls[Call, Event]):
                     await context.write(pb.DecodeResponse(tokens=pb.Tokens(tokens=news.tokens)))
                 if news.HasField("completed"):
                     await context.write(pb.DecodeResponse(completed=news.completed))
+                if call.tokens:
+                    call.changed.set()
+                    continue
             if isinstance(end, Completed):
                 return end
             if end is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from pageferry.core.errors import UnavailableError
 from pageferry.v1.decode_pb2 import CallEvents, DecodeResponse, SubscribeRequest, SubscribeResponse
 
 _SUBSCRIPTION_BYTES = 16
@@ -25,9 +26,11 @@ class FedCall:
         self.number = number
         self._take = take
         self._is_told = asyncio.Event()  # all that there is
+        self._is_complete = False
 
     def tell(self, events: CallEvents) -> None:
         self._take(events)
+        self._is_complete = self._is_complete or events.HasField("completed")
         if events.failed or events.HasField("completed"):
             self.end()
 
@@ -39,6 +42,7 @@ class FedCall:
         """Those of the call's own stream, whose end comes when the feed has told all, or has ended.
 
         A good end waits as long as that takes, since a feed that lags is behind all the calls that it tells of.
+        UnavailableError where the feed broke before it told of that end.
         """
         is_fed = False
         error: grpc.aio.AioRpcError | None = None
@@ -51,6 +55,8 @@ class FedCall:
         if error is None:
             if is_fed:
                 await self._is_told.wait()
+                if not self._is_complete:
+                    raise UnavailableError("the stream of tokens broke", reason="SUBSCRIPTION_ENDED")
             return
         if is_fed and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
             with suppress(TimeoutError):

@@ -9,8 +9,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from pageferry.core.errors import PageferryError
+from pageferry.core.errors import InternalError, PageferryError
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.logs import log
 
 _MAX_UNREAD = 32  # messages; beyond, the streams are not read, and gRPC's flow control holds the workers back
 _Name = TypeVar("_Name")
@@ -98,6 +99,11 @@ class MergedCalls(Generic[_Name]):
                     await self._room.wait()
         except grpc.aio.AioRpcError as error:
             end = Item(name, error=from_rpc_error(error))
+        except PageferryError as error:
+            end = Item(name, error=error)
+        except Exception as error:
+            log("reading_failed", level="error", error=error)
+            end = Item(name, error=InternalError(f"internal error: {type(error).__name__}"))
         self._put(end)
 
 

@@ -81,6 +81,7 @@ def lasting_objects() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # what was made in cycles and let go would stay, too
         gc.freeze()
         gc.enable()
 
