@@ -87,7 +87,7 @@ LATENCY = {
 # One prompt in ten is long; the prefill core is busy for about half of the time.
 MIXED = ("--rate", "4", "--arrivals", "poisson", "--input-tokens", "128*9,1500*1", "--output-tokens", "32")
 EXPERIMENTS = (
-    Experiment("scheduler.chunk_tokens", (64, 128, 256, 512, 1024), SPLIT, MIXED, LATENCY),
+    Experiment("scheduler.chunk_tokens", (64, 128, 256, 512), SPLIT, MIXED, LATENCY),
     Experiment(
         "scheduler.final_chunk_tokens",
         (0, 32, 64, 128),
@@ -98,24 +98,25 @@ EXPERIMENTS = (
             "gap to the second token, ms": {"long prompts, median": second_token(long=True)},
         },
     ),
-    Experiment("scheduler.max_prefills", (1, 2, 4, 8, 32), SPLIT, MIXED, LATENCY),
+    Experiment("scheduler.max_prefills", (1, 2, 8, 32), SPLIT, MIXED, LATENCY),
+    Experiment("scheduler.ageing_tokens_per_s", (0, 250, 1000, 4000), SPLIT, MIXED, LATENCY),
     Experiment(
         "scheduler.batch_window_ms",
-        (0, 2, 5, 10, 20),
+        (0, 2, 5, 20),
         SPLIT,
         ("--rate", "16", "--arrivals", "poisson", "--input-tokens", "32..128", "--output-tokens", "4"),
         {"first token, ms": {"median": first_token(50), "p90": first_token(90)}},
     ),
     Experiment(
         "scheduler.local_chunk_tokens",
-        (32, 64, 128, 256, 512),
+        (64, 128, 256, 512),
         COLOCATED,
         ("--rate", "3", "--arrivals", "poisson", "--input-tokens", "128*9,1500*1", "--output-tokens", "64"),
         LATENCY,
     ),
     Experiment(
         "scheduler.max_num_seqs",
-        (4, 8, 16, 32, 64),
+        (8, 16, 32, 64),
         COLOCATED,
         ("--concurrency", "64", "--input-tokens", "128", "--output-tokens", "64"),
         {

@@ -1,4 +1,7 @@
-"""Renders what run.py has measured as tables: python bench/peers/report.py OUT --out bench/RESULTS.md."""
+"""Renders what run.py has measured as tables: python bench/peers/report.py OUT --out bench/RESULTS.md.
+
+What follows from them, and what other scripts have measured, is written by hand in notes.md and stands behind them.
+"""
 
 import argparse
 import sys
@@ -23,6 +26,9 @@ client, `pageferry bench`, from the same cores. Systems take turns under a load 
 its rounds, with the lowest and highest in brackets. Runs in which other processes took more than a few percent of the
 machine are dropped and repeated.
 """
+
+
+_NOTES = Path(__file__).with_name("notes.md")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,7 @@ def render(out: Path, known: Mapping[str, Load]) -> Iterator[str]:
     for load in known.values():
         if any(figures[load.name].values()):
             yield from _load_section(out, load, figures)
+    yield _NOTES.read_text(encoding="utf-8")
     yield from _systems_section(description)
 
 
