@@ -110,6 +110,8 @@ class NoPages:
 class Copied:
     """A forward pass that copies logits: a few likely tokens before a long tail, others in every row."""
 
+    likeliest = None
+
     def __init__(self, num_rows: int) -> None:
         ranks = torch.stack(
             [torch.randperm(VOCAB, generator=torch.Generator().manual_seed(i)) for i in range(num_rows)]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
 _PATH = Path(__file__).with_name("_cpu.so")
 
 
@@ -94,7 +94,7 @@ class Model(Structure):
 
 
 class Tokens(Structure):
-    _fields_ = (*_of(c_void_p, "ids sampled_rows logits"), *_of(c_int32, "num_sampled reserved"))
+    _fields_ = (*_of(c_void_p, "ids sampled_rows logits likeliest"), *_of(c_int32, "num_sampled reserved"))
 
 
 class Pool(Structure):

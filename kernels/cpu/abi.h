@@ -118,6 +118,7 @@ struct Tokens {
     const int32_t* ids;           // [num_rows]
     const int32_t* sampled_rows;  // [num_sampled]
     float* logits;                // [num_sampled, vocabulary]
+    int32_t* likeliest;           // [num_sampled]; -1 for a row of which a number is not finite
     int32_t num_sampled;
     int32_t reserved;
 };

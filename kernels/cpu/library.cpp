@@ -5,7 +5,7 @@
 namespace {
 
 // Raised whenever a structure or a function's arguments change.
-constexpr int32_t kAbiVersion = 2;
+constexpr int32_t kAbiVersion = 3;
 
 const pf::Kernels& kernels(int32_t isa) {
 #if defined(__x86_64__)

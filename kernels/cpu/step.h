@@ -2,6 +2,7 @@
 #pragma once
 #include "append.h"
 #include "attention.h"
+#include "likeliest.h"
 #include "linear.h"
 
 namespace pf::PF_ISA {
@@ -83,7 +84,7 @@ static void run_layer(Team team, const Model& m, const Layer& layer, const Pages
     project_onto(team, layer.down, b.gated, rows, b.residual);
 }
 
-// Stores the batch's keys and values; logits of the sampled rows.
+// Stores the batch's keys and values; logits of the sampled rows, and the likeliest token of each.
 static void step(Team team, const Model& m, const Pool& pool, const Batch& batch, const Tokens& tokens,
                  uint8_t* workspace) {
     StepBuffers b = step_buffers(m, pool, batch, team, workspace);
@@ -104,6 +105,7 @@ static void step(Team team, const Model& m, const Pool& pool, const Batch& batch
         }
     });
     multiply(team, m.head, b.input, tokens.num_sampled, tokens.logits);
+    find_likeliest(team, tokens.logits, tokens.num_sampled, m.head.rows, tokens.likeliest);
 }
 
 }  // namespace pf::PF_ISA

@@ -21,7 +21,7 @@ from pageferry.core.plan import Chunk, Plan, SampleFailure
 from pageferry.engine.load import Engine, load_engine
 from pageferry.engine.model import Model
 from pageferry.engine.native import NativeModel
-from pageferry.kernels.cpu_library import Isa
+from pageferry.kernels.cpu_library import Isa, available_isas
 from pageferry.kernels.linear import Linear
 from pageferry.kernels.quantised_linear import quantise_groups_ref
 
@@ -130,6 +130,23 @@ def test_a_sequence_whose_pages_went_bad_fails_alone(tiny_gguf: Path) -> None:
     after = engine.runner.run(Plan(again)).samples
     assert isinstance(after[1], SampleFailure)
     assert (after[0], after[2]) == (before[0], before[2])
+
+
+@needs_library
+@pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.name)
+def test_the_likeliest_tokens_are_found_on_the_way(isa: Isa, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = native(tiny_gguf)
+    runner, model = runner_of(engine), runner_of(engine).model
+    assert isinstance(model, NativeModel)
+    monkeypatch.setattr(model, "_kernels", kernels(isa))
+    targets = [sequence(TOKENS[i:], 2 * i, 2) for i in range(8)]
+    batch = runner.builder.build(tuple(Chunk(target, 0, 20, samples=True) for target in targets))
+    logits = model.forward(batch, engine.pages)
+    assert model.likeliest is not None
+    assert model.likeliest.tolist() == logits.argmax(dim=-1).tolist()
+    model._kept[0].norm.fill_(float("nan"))
+    assert model.forward(batch, engine.pages).isnan().all()
+    assert model.likeliest.tolist() == [-1] * 8
 
 
 @needs_library

@@ -133,6 +133,7 @@ class FailingModel:
     bad_step: int
     bad_row: int
     step: int = 0
+    likeliest: None = None
 
     def forward(self, batch: Batch, pages: PageTensors) -> torch.Tensor:
         logits = self.model.forward(batch, pages)

@@ -29,6 +29,8 @@ class DeviceModel:
     graphs, and these then do all such steps; they are of the pages that it came with.
     """
 
+    likeliest = None
+
     def __init__(
         self,
         config: ModelConfig,

@@ -25,6 +25,8 @@ class Model:
     the tokens up to it and the page format alone, not on which step or which worker computed them.
     """
 
+    likeliest = None
+
     def __init__(
         self,
         config: ModelConfig,

@@ -2,7 +2,9 @@
 
 from ctypes import c_int32
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pageferry.core.model_config import ModelConfig
@@ -33,6 +35,8 @@ class NativeModel:
         self._kernels = kernels
         self._vocab_size = config.vocab_size
         self._logits = torch.empty((0, config.vocab_size))
+        self._likeliest = np.empty(0, np.int32)
+        self.likeliest: NDArray[np.int32] | None = None
         self._pool: tuple[PageTensors, cpu_library.Pool] | None = None  # of the last call's pages
         tables = rotary_table(frequencies, max_positions)
         layers = (cpu_library.Layer * config.num_layers)(*(_layer(layer) for layer in weights.layers))
@@ -56,16 +60,19 @@ class NativeModel:
         num_sampled = len(batch.sampled_rows)
         if len(self._logits) < num_sampled:
             self._logits = torch.empty((num_sampled, self._vocab_size))
+            self._likeliest = np.empty(num_sampled, np.int32)
         if self._pool is None or self._pool[0] is not pages:
             self._pool = pages, _pool(pages)
         tokens = cpu_library.Tokens(
             ids=address(batch.token_ids, torch.int32),
             sampled_rows=address(batch.sampled_rows, torch.int32),
             logits=address(self._logits),
+            likeliest=self._likeliest.ctypes.data,
             num_sampled=num_sampled,
         )
         structs = (byref(self._model), byref(self._pool[1]), byref(batch.sequences.struct))
         self._kernels.call_in_workspace("step", structs, byref(tokens))
+        self.likeliest = self._likeliest[:num_sampled]
         return self._logits[:num_sampled]
 
 

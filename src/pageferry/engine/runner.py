@@ -4,7 +4,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pageferry.core.plan import Plan, StepResult
@@ -14,7 +16,14 @@ from pageferry.engine.sampler import Sampler
 
 
 class ForwardPass(Protocol):
-    """A model: torch's `Model`, or `NativeModel`."""
+    """A model: torch's `Model`, or `NativeModel`.
+
+    `likeliest` [S] are the ids of the largest of the last call's logits, -1 for a row of which a number is not finite;
+    None where they are not found on the way.
+    """
+
+    @property
+    def likeliest(self) -> NDArray[np.int32] | None: ...
 
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
         """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows, valid until the next call."""
@@ -53,5 +62,6 @@ class TorchRunner:
         start = time.perf_counter()
         logits = self.model.forward(batch, self.pages)
         forward_s = time.perf_counter() - start
-        samples = self.sampler.sample(logits, [chunk.sequence for chunk in plan.chunks if chunk.samples])
+        sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        samples = self.sampler.sample(logits, sampled, self.model.likeliest)
         return StepResult(samples, forward_s)

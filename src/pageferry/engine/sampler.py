@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence as ListLike
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pageferry.core.plan import SampledToken, SampleFailure
@@ -28,20 +29,21 @@ class Sampler:
     def __init__(self) -> None:
         self._memory = np.empty((0, 0), np.float32)
 
-    def sample(self, logits: Tensor, sequences: ListLike[Sequence]) -> tuple[SampledToken | SampleFailure, ...]:
-        """One result for each row of `logits` [S, vocab] fp32, which is changed in place.
+    def sample(
+        self, logits: Tensor, sequences: ListLike[Sequence], likeliest: NDArray[np.int32] | None = None
+    ) -> tuple[SampledToken | SampleFailure, ...]:
+        """One result for each row of `logits` [S, vocab] fp32, which is changed in place; see `ForwardPass.likeliest`.
 
         For greedy rows little is called: the forward pass has left none of it in the processor's caches.
         """
         if not sequences:
             return ()
         numbers = logits.numpy()
-        token_ids = numbers.argmax(axis=1).tolist()  # a NaN's where there is one
-        least = np.minimum.reduce(numbers, axis=1).tolist()
+        token_ids = (_likeliest(numbers) if likeliest is None else likeliest).tolist()
         results: Results = []
         drawn, reported = [], []
         for row, sequence in enumerate(sequences):
-            if not (least[row] > -math.inf and numbers.item(row, token_ids[row]) < math.inf):
+            if token_ids[row] < 0:
                 results.append(SampleFailure(f"logits of position {sequence.num_output} are not finite numbers"))
                 continue
             if _is_adjusted(sequence):
@@ -139,6 +141,14 @@ class Sampler:
         if (temperature != 1).any():
             weights /= np.clip(temperature, *_TEMPERATURES).astype(np.float32)[:, None]
         return np.exp(weights, out=weights)
+
+
+def _likeliest(logits: Floats) -> Ids:
+    """The first of the largest of each row; -1 where one is not finite."""
+    token_ids = logits.argmax(axis=1)  # a NaN's where there is one
+    largest = logits[np.arange(len(logits)), token_ids]
+    is_finite = (np.minimum.reduce(logits, axis=1) > -math.inf) & (largest < math.inf)
+    return np.where(is_finite, token_ids, -1)
 
 
 def _filters(params: list[SamplingParams], vocab_size: int) -> Filters:
