@@ -109,7 +109,7 @@ class SchedulerConfig:
     local_chunk_tokens: int = 128  # most of one step on a decode worker
     batch_window_ms: float = 0.0  # how long a prefill step waits for company
     headroom_pages: int = 1  # pages beyond the prompt that a reservation takes
-    ageing_tokens_per_s: float = 1000.0  # how fast a waiting prompt gains on shorter ones
+    ageing_tokens_per_s: float = 250.0  # how fast a waiting prompt gains on shorter ones
     prefix_cache: bool = True
 
     def __post_init__(self) -> None:
