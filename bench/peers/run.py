@@ -21,10 +21,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pageferry.core.cores import num_cores
 from peers import results
 from peers.environments import Environments, versions
 from peers.loads import Load, loads
-from peers.server import PROMPT, Server, ServerFailedError, free_port, num_cores, running
+from peers.server import PROMPT, Server, ServerFailedError, free_port, running
 from peers.system import Place, System
 from peers.systems import SYSTEMS
 from peers.weights import Weights

@@ -4,7 +4,6 @@ import contextlib
 import http
 import http.client
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -133,7 +132,3 @@ def free_port() -> int:
             with contextlib.suppress(OSError, OverflowError):
                 second.bind(("127.0.0.1", port + 1))
                 return port
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0))
