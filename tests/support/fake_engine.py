@@ -72,11 +72,8 @@ class FakePages:
         return read_by_page(self.read, run, buffer)
 
     def write_from(self, run: PageRun, buffer: Buffer) -> Written:
-        def write(page: PageId, first_layer: int, num_layers: int, payload: bytes) -> None:
-            self.write(Place(run.group, page, run.is_tail), first_layer, num_layers, payload)
-
-        place = Place(run.group, PageId(0), run.is_tail)
-        return write_by_page(write, self.layout.of(place), run, buffer)
+        layout = self.layout.of(Place(run.group, PageId(0), run.is_tail))
+        return write_by_page(self.write, layout, run, buffer)
 
     def converted(self, layout: CacheLayout) -> "FakePages":
         assert layout == self.layout, "the fake model writes one format"

@@ -6,7 +6,6 @@ from crc32c import crc32c
 
 from pageferry.core.layout import PageKey, PageLayout, Place
 from pageferry.core.page_io import BadFactor, Buffer, PageRun, Written
-from pageferry.core.pool import PageId
 from pageferry.kernels.copy_pages import Check, check_parts
 
 
@@ -28,7 +27,7 @@ def read_by_page(read: Callable[[PageKey, Place, int, int], bytes], run: PageRun
 
 
 def write_by_page(
-    write: Callable[[PageId, int, int, bytes], None], layout: PageLayout, run: PageRun, buffer: Buffer
+    write: Callable[[Place, int, int, bytes], None], layout: PageLayout, run: PageRun, buffer: Buffer
 ) -> Written:
     """`PageSink.write_from` over a call that writes a page's layers: it gets, as is judged, our own copy of them."""
     checks = []
@@ -37,6 +36,6 @@ def write_by_page(
         for _, length in layout.ranges(run.first_layer, run.num_layers):
             parts.append(bytes(buffer[offset : offset + length]))
             offset += length
-        write(page, run.first_layer, run.num_layers, b"".join(parts))
+        write(Place(run.group, page, run.is_tail), run.first_layer, run.num_layers, b"".join(parts))
         checks.append(check_parts(parts))
     return written(checks)

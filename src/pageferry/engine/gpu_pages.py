@@ -89,7 +89,7 @@ class DeviceMemory(PoolMemory):
         return read_by_page(lambda _, place, *layers: self.read(place.page, *layers), run, buffer)
 
     def write_from(self, run: PageRun, buffer: Buffer) -> Written:
-        return write_by_page(self.write, self.layout, run, buffer)
+        return write_by_page(lambda place, *rest: self.write(place.page, *rest), self.layout, run, buffer)
 
     def blank(self, pages: Sequence[PageId]) -> None:
         super().blank(pages)
