@@ -5,10 +5,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from pageferry.loadgen.result import Record
+from pageferry.loadgen.result import MS, Record
 from pageferry.loadgen.target import Answer, Question, RequestFailedError, Target
-
-_MS = 1000.0
 
 
 @dataclass(slots=True)
@@ -99,7 +97,7 @@ class Driver:
     async def _ask(self, question: Question) -> None:
         started_s = perf_counter()
         if question.at_s is not None:
-            lag_ms = (started_s - self._start_s - question.at_s) * _MS
+            lag_ms = (started_s - self._start_s - question.at_s) * MS
             self._driven.send_lags_ms.append(max(0.0, lag_ms))  # a timer's tick early is on time
         answer = Answer(started_s)
         problem: str | None = None
@@ -135,7 +133,7 @@ class Driver:
         return Record(
             start_s=started_s - self._start_s,
             ttft_ms=answer.ttft_ms,
-            e2e_ms=(ended_s - started_s) * _MS,
+            e2e_ms=(ended_s - started_s) * MS,
             input_tokens=question.input_tokens if answer.input_tokens is None else answer.input_tokens,
             output_tokens=answer.num_pieces if answer.output_tokens is None else answer.output_tokens,
             cached_tokens=answer.cached_tokens,

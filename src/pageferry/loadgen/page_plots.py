@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 
 from pageferry.loadgen.plots import Frame, Panel, Series, bars, cdf, lines
-from pageferry.loadgen.result import BenchResult, Record, Sample, Slo
+from pageferry.loadgen.result import MS, BenchResult, Record, Sample, Slo
 
 _WIDE = 1100
 _MAX_BINS = 150  # of a timeline
@@ -37,7 +37,7 @@ def output_rate(records: Sequence[Record], bin_s: float) -> tuple[list[float], l
         if record.ttft_ms is None or not record.output_tokens:
             continue
         arrivals_ms = accumulate(record.gaps_ms, initial=record.ttft_ms)
-        times_s += [record.start_s + arrival / 1000 for arrival in arrivals_ms]
+        times_s += [record.start_s + arrival / MS for arrival in arrivals_ms]
         pieces = len(record.gaps_ms) + 1
         weights += [record.output_tokens / pieces] * pieces
     if not times_s:
@@ -49,7 +49,7 @@ def output_rate(records: Sequence[Record], bin_s: float) -> tuple[list[float], l
 
 def in_flight(records: Sequence[Record]) -> tuple[list[float], list[int]]:
     """When the number of requests in flight changed, and to what."""
-    ends = [(record.start_s + record.e2e_ms / 1000, -1) for record in records]
+    ends = [(record.start_s + record.e2e_ms / MS, -1) for record in records]
     changes = sorted([*((record.start_s, 1) for record in records), *ends])
     return [at for at, _ in changes], list(accumulate(change for _, change in changes))
 
@@ -65,7 +65,7 @@ def _distributions(results: Mapping[str, BenchResult]) -> Iterator[Plot | None]:
     note = "Share of values up to x; dots are the median, p90 and p99."
     for short, title, values, limit in (
         ("ttft", "Time to first token", ttft, slo.ttft_ms),
-        ("itl", "Inter-token latency", gaps, None),  # its limit is for the mean of a request
+        ("itl", "Inter-token latency", gaps, None),  # its limit is for a request's time per token
         ("e2e", "End to end", e2e, slo.e2e_ms),
     ):
         if any(values.values()):

@@ -10,6 +10,7 @@ from pageferry.core.errors import InvalidArgumentError
 from pageferry.loadgen.reading import parse, read_as
 
 SCHEMA = "pageferry.bench/1"
+MS = 1000.0  # of a second
 
 
 @dataclass(frozen=True, slots=True)

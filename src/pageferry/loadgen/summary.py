@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pageferry.loadgen.result import BatchSize, Cpu, Goodput, Gpu, Pages, Record, Sample, Slo, Spread, Summary
-
-_MS = 1000.0
+from pageferry.loadgen.result import MS, BatchSize, Cpu, Goodput, Gpu, Pages, Record, Sample, Slo, Spread, Summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +28,7 @@ def summarise(
 ) -> Summary:
     """All of a run's numbers; `slo` where there are limits to keep."""
     completed = [record for record in records if record.error is None]
-    ends_s = [record.start_s + record.e2e_ms / _MS for record in records]
+    ends_s = [record.start_s + record.e2e_ms / MS for record in records]
     duration_s = max(ends_s) - min(record.start_s for record in records) if records else 0.0
     input_tokens = sum(record.input_tokens for record in completed)
     output_tokens = sum(record.output_tokens for record in completed)

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from pageferry.loadgen.result import Target as TargetInfo
-
-_MS = 1000.0
+from pageferry.loadgen.result import MS, Target as TargetInfo
 
 
 class RequestFailedError(Exception):
@@ -43,7 +41,7 @@ class Answer:
         A gap lies between two such messages, however many tokens each has, as `vllm bench serve` measures: a reader
         waits for messages. What a token takes on average is computed from the counts, as time per output token.
         """
-        passed_ms = (now_s - self.last_s) * _MS
+        passed_ms = (now_s - self.last_s) * MS
         if self.ttft_ms is None:
             self.ttft_ms = passed_ms
         else:
