@@ -209,12 +209,10 @@ def _why_local(decode: DecodeState, fastest: PrefillState | None, demand: Demand
         return f"{uncached} uncached tokens are at most {settings.local_prefill_tokens}"
     local_s = decode.ttft_s(demand)
     # A prefill worker that has measured nothing yet must be given work to measure.
-    if local_s is not None and fastest.tokens_per_s > 0:
-        # Each stream of the decode worker stalls while it computes a prompt.
-        lost_s = local_s * (LOCAL_ADVANTAGE + decode.num_active)
-        if lost_s < fastest.ttft_s(demand):
-            return "predicted to be faster"
-    return ""
+    if local_s is None or fastest.tokens_per_s <= 0:
+        return ""
+    lost_s = local_s * (LOCAL_ADVANTAGE + decode.num_active)  # each of its streams stalls while it computes a prompt
+    return "predicted to be faster" if lost_s < fastest.ttft_s(demand) else ""
 
 
 def _prefill_attributes(prefill: PrefillState, demand: Demand) -> dict[str, str | float | int]:
