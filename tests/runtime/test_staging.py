@@ -132,17 +132,23 @@ class Raw:
         return from_rpc_error(caught.value)
 
 
+async def push_again(desk: Any, channel: Any, parts: PushParts) -> str:
+    """A whole push of three pages, which the desk has not seen before; its transport."""
+    desk.grant, desk.frames = None, []
+    async with PushClient(channel, TICKET, parts, lambda places: None) as push:
+        await push.open()
+        await push.ship(numbered(3))
+        await push.commit(12, None)
+        return push.transport
+
+
 async def test_a_region_serves_one_push_after_another_and_leaves_no_name(regions: OwnRegions, tmp_path: Path) -> None:
     source = MemoryPages(LAYOUT, 3, seed=1)
     with ThreadPoolExecutor(1) as executor:
         parts = PushParts(source, executor, HandoffConfig(transport="shm"), NoOpTracer(), SharedRegions(tmp_path))
         async with receiver(regions) as (desk, sink, channel):
             for _ in range(3):
-                desk.grant, desk.frames = None, []
-                async with PushClient(channel, TICKET, parts, lambda places: None) as push:
-                    await push.open()
-                    await push.ship(numbered(3))
-                    await push.commit(12, None)
+                await push_again(desk, channel, parts)
                 assert names(tmp_path) == []
                 assert len(regions) == 1
             assert sink.pages == source.pages
@@ -220,12 +226,7 @@ async def test_a_sender_that_could_not_attach_does_not_ask_again(tmp_path: Path)
         parts = PushParts(source, executor, HandoffConfig(), NoOpTracer(), SharedRegions(others))
         async with receiver(regions) as (desk, sink, channel):
             for _ in range(2):
-                desk.grant, desk.frames = None, []
-                async with PushClient(channel, TICKET, parts, lambda places: None) as push:
-                    await push.open()
-                    await push.ship(numbered(3))
-                    await push.commit(12, None)
-                    assert push.transport == "inline"
+                assert await push_again(desk, channel, parts) == "inline"
             assert sink.pages == source.pages
     assert regions.num_borrowed == 1
 
@@ -340,11 +341,7 @@ async def test_an_idle_region_is_dropped_and_the_next_push_gets_another(tmp_path
         parts = PushParts(source, executor, HandoffConfig(transport="shm"), NoOpTracer(), SharedRegions(tmp_path))
         async with receiver(regions) as (desk, _, channel):
             for _ in range(2):
-                desk.grant, desk.frames = None, []
-                async with PushClient(channel, TICKET, parts, lambda places: None) as push:
-                    await push.open()
-                    await push.ship(numbered(3))
-                    await push.commit(12, None)
+                await push_again(desk, channel, parts)
                 await desk.has_closed.wait()
                 await asyncio.sleep(0)
                 await asyncio.sleep(0.001)
