@@ -39,9 +39,12 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 class ServerConfig:
     host: str = "127.0.0.1"
     advertised_host: str = ""  # where peers reach this process; empty: host, which must then be one address
+    advertised_port: int = 0  # the same; 0: port
     port: int = 0  # 0: one that is free
     http_port: int = 0  # router only; 0: off
+    health_port: int = 0  # health alone, without TLS, for probes; 0: on `port` only
     drain_grace_s: float = 30.0
+    stall_s: float = 8.0  # after which an engine that has work and makes no progress is no longer SERVING
     max_message_bytes: int = 4 * 2**20  # a frame of a page must pass
 
     def __post_init__(self) -> None:
@@ -51,6 +54,9 @@ class ServerConfig:
             self,
             port=(0, _MAX_PORT),
             http_port=(0, _MAX_PORT),
+            advertised_port=(0, _MAX_PORT),
+            health_port=(0, _MAX_PORT),
+            stall_s=(0.1, _MAX_SECONDS),
             drain_grace_s=(0, _MAX_SECONDS),
             max_message_bytes=(MAX_FRAME_BYTES + 2**16, 2**31 - 1),
         )
@@ -150,6 +156,7 @@ class RouterConfig:
     decode: tuple[str, ...] = ()
     max_queue: int = 1024  # requests that wait; one more is refused
     prefill_retries: int = 1  # on another prefill worker, before the decode worker computes the prompt
+    resumes: int = 1  # of a request whose decode worker died, on another one; 0: it fails
     local_prefill_tokens: int = 32  # uncached prompt tokens up to which the decode worker computes them itself
     max_prompt_bytes: int = 1 << 20  # of prompt text, before tokenising
     salt_key: str = ""  # secret behind cache salts, the same on all routers of the same workers; empty: drawn at start
@@ -163,9 +170,36 @@ class RouterConfig:
             self,
             max_queue=(1, math.inf),
             prefill_retries=(0, 100),
+            resumes=(0, 100),
             local_prefill_tokens=(0, math.inf),
             max_prompt_bytes=(1, math.inf),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Files are read again when they change; without a cert_file nothing is encrypted."""
+
+    cert_file: str = ""  # PEM, this service's certificate and what it is signed with
+    key_file: str = ""  # PEM, its key
+    ca_file: str = ""  # PEM, who signs peers' certificates; set: peers must show one
+    server_name: str = ""  # a name that all services' certificates have; empty: the host that is called
+    client_certs: bool = True  # router with a ca_file: whether clients must show a certificate, too
+    allowed_peers: tuple[str, ...] = ()  # SPIFFE ids of services that may call, a final * for any rest; empty: all
+    allowed_clients: tuple[str, ...] = ()  # router: those of clients
+    tenants_file: str = ""  # router: TOML, who may call with which API key, and how much; empty: all may
+
+    def __post_init__(self) -> None:
+        if bool(self.cert_file) != bool(self.key_file):
+            raise invalid("key_file", self.key_file, "must be set where cert_file is, and only there")
+        if self.ca_file and not self.cert_file:
+            raise invalid("ca_file", self.ca_file, "must be empty without a cert_file")
+        for name in ("allowed_peers", "allowed_clients"):
+            for spiffe_id in getattr(self, name):
+                if not spiffe_id.startswith("spiffe://") or "*" in spiffe_id[:-1]:
+                    raise invalid(name, spiffe_id, "must be spiffe://TRUST-DOMAIN/PATH, with a * at its end at most")
+            if getattr(self, name) and not self.ca_file:
+                raise invalid(name, getattr(self, name), "must be empty without a ca_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +221,7 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     handoff: HandoffConfig = field(default_factory=HandoffConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def describe(self) -> dict[str, object]:

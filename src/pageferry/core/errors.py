@@ -44,6 +44,18 @@ class InvalidArgumentError(PageferryError):
     code, http_status = "INVALID_ARGUMENT", 400
 
 
+class UnauthenticatedError(PageferryError):
+    """The caller has shown no credentials, or none that are known."""
+
+    code, http_status = "UNAUTHENTICATED", 401
+
+
+class PermissionDeniedError(PageferryError):
+    """The caller is known, and may not do this."""
+
+    code, http_status = "PERMISSION_DENIED", 403
+
+
 class NotFoundError(PageferryError):
     """The named thing does not exist."""
 
