@@ -59,6 +59,7 @@ class Admission:
         config: RouterConfig,
         limits: Callable[[], Limits],
         defaults: Mapping[str, float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`defaults` are the model's own for sampling fields that a request leaves out."""
         self.model = model
@@ -67,6 +68,7 @@ class Admission:
         self._config = config
         self._limits = limits
         self._defaults = defaults
+        self._clock = clock
         self._salts = Salts(config.salt_key)
 
     async def admit(self, request: GenerateRequest, authorization: Sequence[str] = ()) -> Admitted:
@@ -79,9 +81,9 @@ class Admission:
         self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
         _check_stop_strings(request.stop_strings)
         _check_counts(request.stop)
-        began = time.monotonic()
+        began = self._clock()
         prompt_ids = await self._prompt_ids(request)
-        tokenize_s = time.monotonic() - began
+        tokenize_s = self._clock() - began
         return Admitted(
             request_id=request.request_id or secrets.token_hex(8),
             prompt_ids=prompt_ids,

@@ -4,7 +4,6 @@ Tokens come from the prefill worker (the first) and the decode worker (the same 
 is over, is over at both workers: closing the stream of tokens ends both calls.
 """
 
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -44,6 +43,7 @@ class Attempt:
         work: types.WorkItem,
         timeline: Timeline,
         *,
+        clock: Callable[[], float],
         timeout_s: float | None,
         in_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
@@ -59,7 +59,8 @@ class Attempt:
         self._open: set[Role] = set()  # calls that have not ended
         self._awaited: set[Role] = set()  # calls that should still end by themselves, once `finish` is set
         self._patience_s: float | None = None  # for the next message
-        self._began = time.monotonic()
+        self._clock = clock
+        self._began = clock()
         self._brings_first_token = timeline.first_token is None  # else its prefill is no part of the time to it
         self._fed: FedCall | None = None  # the decode call, where its worker's feed is live
         self._reserved = self._first_token_seen = self._shipped = False
@@ -156,7 +157,7 @@ class Attempt:
         if self._source is Source.LOCAL:
             return  # it computes already: the wait for this message is no part of the time to first token
         if self._brings_first_token:
-            self._timeline.parts.reserve_ms = (time.monotonic() - self._began) * 1000
+            self._timeline.parts.reserve_ms = (self._clock() - self._began) * 1000
         self._timeline.pages.format = reserved.layout.format
         layout = self._decode.view.layout
         self._timeline.pages.page_format = str(layout.format) if layout is not None else ""

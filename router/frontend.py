@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -59,17 +59,20 @@ class Frontend:
         fleet: Fleet,
         telemetry: Telemetry,
         sampling_defaults: Mapping[str, float] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`sampling_defaults` are the model's own for what a request leaves out."""
+        self.clock = clock  # seconds; deadlines are times of it
         self._fleet = fleet
         self._telemetry = telemetry
         self._model = model
         self._tokenizer = tokenizer
         self._own_limit = min(model.max_positions, config.engine.max_model_tokens or model.max_positions)
         settings = Settings(config.router.local_prefill_tokens, config.scheduler.headroom_pages)
-        self._dispatcher = Dispatcher(fleet, settings, max_queue=config.router.max_queue)
+        self._dispatcher = Dispatcher(fleet, settings, max_queue=config.router.max_queue, clock=clock)
         self._serving = Serving(
-            fleet, self._dispatcher, telemetry.metrics, telemetry.tracer, config.router.prefill_retries
+            fleet, self._dispatcher, telemetry.metrics, telemetry.tracer, clock, config.router.prefill_retries
         )
         self._admission = Admission(
             model.name,
@@ -78,6 +81,7 @@ class Frontend:
             config=config.router,
             limits=self._limits,
             defaults=sampling_defaults or {},
+            clock=clock,
         )
         self._live: dict[str, Generation] = {}
         self._idle = asyncio.Event()
@@ -99,11 +103,11 @@ class Frontend:
     ) -> Events:
         """Started, deltas, then Finished; or it raises a PageferryError.
 
-        `deadline` is a time of `time.monotonic()`; `parent` is the context of the caller's span; `authorization` are
+        `deadline` is a time of `clock`; `parent` is the context of the caller's span; `authorization` are
         the caller's credentials as they came. The caller closes the generator (`contextlib.aclosing`): closing it
         early ends everything that was begun.
         """
-        timeline = Timeline(time.monotonic())
+        timeline = Timeline(self.clock())
         attributes = attributes_at_start(request, self._model.name)
         span = self._telemetry.tracer.start_span(REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes)
         outcome: FinishReason | PageferryError | None = None
@@ -117,7 +121,7 @@ class Frontend:
             outcome = error
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            outcome = outcome or _why_left(deadline)
+            outcome = outcome or self._why_left(deadline)
             raise
         finally:
             self._end(span, timeline, outcome or InternalError("the request failed", reason="FAILED"))
@@ -173,7 +177,7 @@ class Frontend:
         )
 
     def _end(self, span: Span, timeline: Timeline, outcome: FinishReason | PageferryError) -> None:
-        now = time.monotonic()
+        now = self.clock()
         timeline.describe(span, now)
         span.set_attribute("gen_ai.server.request.duration", now - timeline.arrival)
         name = set_outcome(span, outcome)
@@ -181,6 +185,12 @@ class Frontend:
         self._telemetry.metrics.count_request(name)
         if not isinstance(outcome, PageferryError):
             self._telemetry.metrics.request_s.observe(now - timeline.arrival)
+
+    def _why_left(self, deadline: float | None) -> PageferryError:
+        """Why the caller stopped listening, as far as can be told."""
+        if deadline is not None and deadline <= self.clock():
+            return DeadlineExceededError("the caller's deadline passed")
+        return CancelledError("the caller went away")
 
     def _limits(self) -> Limits:
         decodes = self._fleet.ready(Role.DECODE)
@@ -240,10 +250,3 @@ class Frontend:
             generation.end(error)
         log("requests_ended_by_drain", requests=len(overdue))
         return len(overdue)
-
-
-def _why_left(deadline: float | None) -> PageferryError:
-    """Why the caller stopped listening, as far as can be told."""
-    if deadline is not None and deadline <= time.monotonic():
-        return DeadlineExceededError("the caller's deadline passed")
-    return CancelledError("the caller went away")

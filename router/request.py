@@ -1,7 +1,7 @@
 """The life of one admitted request: queue, workers, retries, text; one stream of events with exactly one end."""
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 
@@ -38,6 +38,7 @@ class Serving:
     dispatcher: Dispatcher
     metrics: RouterMetrics
     tracer: Tracer
+    clock: Callable[[], float]
     prefill_retries: int
 
 
@@ -50,12 +51,13 @@ class Generation:
         """`context` holds the request's own span."""
         self.finish: FinishReason = FINISH_REASON_UNSPECIFIED
         self._serving = serving
+        self._clock = serving.clock
         self._admitted = admitted
         self._text = text
         self._timeline = timeline
         self._span = get_current_span(context)
         self._context = context
-        self._wall_offset_ns = time.time_ns() - time.monotonic_ns()
+        self._wall_offset_ns = time.time_ns() - round(serving.clock() * 1e9)
         self._output_ids: list[int] = []
         self._num_tries = 0
         self._retries_left = serving.prefill_retries
@@ -121,7 +123,7 @@ class Generation:
             reason=self.finish,
             matched_stop=self._text.matched_stop or "",
             usage=self.usage,
-            timings=self._timeline.timings(time.monotonic()),
+            timings=self._timeline.timings(self._clock()),
             pages=self._timeline.pages,
         )
 
@@ -155,7 +157,7 @@ class Generation:
         except UnavailableError as error:
             raise self._with_cause(error) from error
         finally:
-            self._record("queue", enqueued, grant.began if grant is not None else time.monotonic(), {})
+            self._record("queue", enqueued, grant.began if grant is not None else self._clock(), {})
         if self._timeline.first_token is None:
             self._timeline.parts.queue_ms += (grant.ended - enqueued) * 1000
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
@@ -163,7 +165,7 @@ class Generation:
         return grant
 
     def _record(self, name: str, began: float, ended: float, attributes: Mapping[str, AttributeValue]) -> None:
-        """A span from one time of the monotonic clock to another."""
+        """A span from one time of the clock to another."""
         began_ns, ended_ns = (round(moment * 1e9) + self._wall_offset_ns for moment in (began, ended))
         record_span(self._serving.tracer, name, self._context, began_ns, ended_ns, attributes)
 
@@ -181,8 +183,15 @@ class Generation:
             priority=admitted.priority,
             cache_salt=admitted.cache_salt,
         )
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        return Attempt(grant, work_to_proto(work), self._timeline, timeout_s=timeout_s, in_context=self._in_context)
+        timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
+        return Attempt(
+            grant,
+            work_to_proto(work),
+            self._timeline,
+            clock=self._clock,
+            timeout_s=timeout_s,
+            in_context=self._in_context,
+        )
 
     def _in_context(self) -> AbstractContextManager[object]:
         return use_span(self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False)
@@ -196,7 +205,7 @@ class Generation:
                 raise InternalError(message, reason="POSITION_GAP")
         if fresh:
             self._output_ids += [token.token_id for token in fresh]
-            gap_s = self._timeline.note_tokens(time.monotonic(), len(fresh))
+            gap_s = self._timeline.note_tokens(self._clock(), len(fresh))
             if gap_s is None:
                 self._serving.metrics.ttft_s.observe(self._timeline.ttft_s)
             else:

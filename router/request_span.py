@@ -1,6 +1,6 @@
 """What the request's own span says, and where its time goes: its parts as they are learned, for client and span.
 
-Only durations come from workers, since clocks of hosts differ. Times are seconds of the router's monotonic clock.
+Only durations come from workers, since clocks of hosts differ. Times are seconds of the router's clock.
 """
 
 from dataclasses import dataclass, field

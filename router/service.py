@@ -1,6 +1,5 @@
 """The InferenceService: the frontend behind gRPC."""
 
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -22,7 +21,7 @@ class InferenceServicer(InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Any
     ) -> AsyncIterator[pb.GenerateResponse]:
         left_s = context.time_remaining()
-        deadline = None if left_s is None else time.monotonic() + left_s
+        deadline = None if left_s is None else self._frontend.clock() + left_s
         parent = otel_context.get_current()
         authorization = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
         events = self._frontend.generate(request, deadline=deadline, parent=parent, authorization=authorization)

@@ -523,6 +523,18 @@ async def test_spans_of_a_request_are_one_tree(rig: Make) -> None:
         assert route.attributes["pageferry.route.alternative"] == "local"
 
 
+async def test_all_times_of_a_request_are_those_of_the_clock_that_the_router_was_given(rig: Make) -> None:
+    async with rig(clock=lambda: 1000.0) as router:
+        with pytest.raises(DeadlineExceededError):
+            await router.generate(ask(), deadline=1000.0)
+        answer = await router.generate(ask(), deadline=1001.0)
+        timings = answer.finished.timings
+        assert (timings.ttft_ms, timings.total_ms, timings.tokenize_ms, timings.queue_ms) == (0, 0, 0, 0)
+        assert timings.reserve_ms == 0
+        spans = await router.log.wait(8)
+        assert {span.attributes["gen_ai.server.request.duration"] for span in spans if span.parent is None} == {0}
+
+
 async def test_a_cancelled_request_has_one_span_that_says_so(rig: Make) -> None:
     async with rig() as router:
         router.decode.pause_at = {3: asyncio.Event()}

@@ -6,6 +6,7 @@ to go wrong is an attribute: a gate to wait at, or an error to raise.
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
@@ -277,6 +278,7 @@ class Rig:
     config: Config = field(default_factory=Config)
     prefill_layout: CacheLayout = LAYOUT
     wait_ready: bool = True
+    clock: Callable[[], float] = time.monotonic
     subscriptions: bool = True  # decode workers tell of all calls in one stream
     tickets: dict[bytes, Any] = field(default_factory=dict)
 
@@ -307,6 +309,7 @@ class Rig:
             self.tokenizer,
             self.fleet,
             Telemetry(tracer, self.metrics),
+            clock=self.clock,
         )
         self.stack.push_async_callback(self.fleet.close)
         self.fleet.start()
