@@ -9,9 +9,8 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=f"of the router; default {DEFAULT_ADDRESS}"
-    )
+    text = f"of the router; several with commas between them, or dns:///NAME:PORT; default {DEFAULT_ADDRESS}"
+    parser.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=text)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -59,7 +59,8 @@ def load_of(arguments: argparse.Namespace, new_seed: int) -> "Load":
 def _add_target(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("target")
     where = group.add_mutually_exclusive_group()
-    where.add_argument("--target", metavar="HOST:PORT", help=f"a Pageferry router's gRPC; default {DEFAULT_ADDRESS}")
+    text = f"a Pageferry router's gRPC, or several with commas between them; default {DEFAULT_ADDRESS}"
+    where.add_argument("--target", metavar="HOST:PORT", help=text)
     where.add_argument("--url", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8080/v1")
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="default completions")
     group.add_argument("--model", default="", metavar="NAME", help="default: the first that the server names")

@@ -75,6 +75,8 @@ class Generation(AnyGeneration):
 class Client:
     """Calls a router. Use it as `async with Client("127.0.0.1:50051") as client`.
 
+    Several routers are named as "10.0.0.1:50051,10.0.0.2:50051", or as "dns:///name:50051" where a name stands for
+    them: calls go to those that are ready, in turn, and one that a router could not begin is made again on another.
     The current OpenTelemetry span, if there is one, becomes the parent of the request's trace. Clients of one `api_key`
     share cached prompts, with no others.
     """

@@ -9,9 +9,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 from pageferry.client.request import Message, Options, Prompt, credentials, generate_request, tokenize_request
 from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
-from pageferry.runtime.channels import KEEPALIVE_OPTIONS
+from pageferry.runtime.channels import CHANNEL_OPTIONS
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.rpc_spans import inject_context
+from pageferry.runtime.targets import parse_target
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -62,7 +63,8 @@ class SyncGeneration(AnyGeneration):
 
 
 class SyncClient:
-    """Calls a router, blocking; any thread may use it. Close it, or use it as `with SyncClient(…) as client`.
+    """Calls a router, or several as `Client` does, blocking; any thread may use it. Close it, or use it as
+    `with SyncClient(…) as client`.
 
     The current OpenTelemetry span, if there is one, becomes the parent of the request's trace. Clients of one `api_key`
     share cached prompts, with no others.
@@ -71,8 +73,8 @@ class SyncClient:
     def __init__(self, address: str = "127.0.0.1:50051", *, api_key: str = "") -> None:
         self.address = address
         self._metadata = credentials(api_key)
-        options = (*KEEPALIVE_OPTIONS, ("grpc.enable_http_proxy", 0))
-        self._channel = grpc.insecure_channel(address, options=options)
+        target = parse_target(address)
+        self._channel = grpc.insecure_channel(target.uri, options=(*CHANNEL_OPTIONS, *target.options))
         self._stub = InferenceServiceStub(self._channel)
 
     def __enter__(self) -> Self:

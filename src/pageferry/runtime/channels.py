@@ -14,10 +14,11 @@ from opentelemetry.trace import SpanKind, Tracer
 
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.rpc_spans import client_span_name, end_span, inject_context, rpc_attributes
+from pageferry.runtime.targets import parse_target
 
 # Both ends ping a silent connection this often, and servers tolerate pings three times as often: one that tolerated
-# fewer would close connections with too_many_pings.
-KEEPALIVE_MS = 30_000
+# fewer would close connections with too_many_pings. A peer that is gone is noticed within a hand-off's lease, 30 s.
+KEEPALIVE_MS = 20_000
 KEEPALIVE_TIMEOUT_MS = 10_000
 MIN_PING_INTERVAL_MS = KEEPALIVE_MS // 3
 
@@ -27,7 +28,7 @@ KEEPALIVE_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
-_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     *KEEPALIVE_OPTIONS,
     # A worker that comes back on its address is found again within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -40,12 +41,14 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def open_channel(address: str, tracer: Tracer) -> grpc.aio.Channel:
-    """A channel to host:port. The caller closes it.
+    """A channel to host:port, or to several as `parse_target` reads them. The caller closes it.
 
     A call's span has the one current at the call as its parent, and ends with the call. A streaming call is cancelled
     once nothing refers to it, as when a loop over it is left.
     """
-    return _TracedChannel(grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS), tracer)
+    target = parse_target(address)
+    options = (*CHANNEL_OPTIONS, *target.options)
+    return _TracedChannel(grpc.aio.insecure_channel(target.uri, options=options), tracer)
 
 
 class _TracedChannel(grpc.aio.Channel):
