@@ -63,7 +63,8 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
         tickets = TicketTable(parts.incarnation, handoff.lease_ms / 1000, engine.layout)
         scheduler = DecodeScheduler(parts.config.scheduler, pools, engine.layout)
         step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock)
-        kv_endpoint = f"{advertised_host(parts.config.server)}:{parts.port}"
+        server = parts.config.server
+        kv_endpoint = f"{advertised_host(server)}:{server.advertised_port or parts.port}"
         served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff)
         return DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)
 

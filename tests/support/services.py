@@ -6,7 +6,6 @@
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,8 @@ from typing import Any, Literal, Self
 
 import grpc
 from cluster import POLL_S, Stub, environment
+from links import TcpLink, hold_port
+from pushes import PushLink
 from tiny_model import write_tiny_model
 
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
@@ -49,7 +50,7 @@ class Service:
         self.role = role
         self.name = name or role
         self.settings = dict(settings or {})
-        self._holders = [_hold(port), *([_hold(0)] if role == "router" else [])]
+        self._holders = [hold_port(port), *([hold_port(0)] if role == "router" else [])]
         self._log = tempfile.NamedTemporaryFile(prefix=f"{self.name}-", suffix=".log")  # noqa: SIM115 - for its life
         self._life = 0  # where its output begins
         self._process: subprocess.Popen[bytes] | None = None
@@ -178,14 +179,6 @@ class Service:
             raise AssertionError(f"{self.name} still ran {timeout_s} s after SIGTERM:\n{self.output[-4000:]}") from None
 
 
-def _hold(port: int) -> socket.socket:
-    """Keep a port from being given to anyone but who asks for it by number."""
-    holder = socket.socket()
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", port))
-    return holder
-
-
 def _state(task: Path) -> str:
     """The letter of /proc for what a thread does."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -208,18 +201,29 @@ class Deployment:
         *,
         of_role: Mapping[Role, Settings] | None = None,
         model: Path | None = None,
+        linked: bool = False,
     ) -> None:
-        """`settings` go to all, over QUICK; those `of_role` to one role, over all others."""
+        """`settings` go to all, over QUICK; those `of_role` to one role, over all others.
+
+        `linked`: calls to a service go through `calls[its name]`, pushes of pages to a decode worker through
+        `pages[its name]` and then `pushes[its name]`.
+        """
+        self._links = contextlib.ExitStack()
         self._directory = tempfile.TemporaryDirectory(prefix="pageferry-test-")
         model = model or write_tiny_model(Path(self._directory.name) / "tiny")
         self._shared = QUICK | {"engine.model": str(model)} | (settings or {})
         self._of_role = of_role or {}
         self.routers = self._make("router", routers)
-        endpoint = {"telemetry.otlp_endpoint": self.routers[0].address} if self.routers else {}
+        endpoint = {"telemetry.otlp_endpoint": self.routers[0].address}
         self.prefill = self._make("prefill", prefill, endpoint)
         self.decode = self._make("decode", decode, endpoint)
+        self.calls: dict[str, TcpLink] = {}
+        self.pages: dict[str, TcpLink] = {}
+        self.pushes: dict[str, PushLink] = {}
+        if linked:
+            self._link()
         workers = {
-            f"router.{role}": ",".join(worker.address for worker in group)
+            f"router.{role}": ",".join(self.address_of(worker) for worker in group)
             for role, group in (("prefill", self.prefill), ("decode", self.decode))
         }
         for router in self.routers:
@@ -228,6 +232,19 @@ class Deployment:
     def _make(self, role: Role, number: int, more: Settings | None = None) -> list[Service]:
         settings = dict(more or {}) | self._shared | self._of_role.get(role, {})
         return [Service(role, settings=settings, name=f"{role}-{index}") for index in range(number)]
+
+    def _link(self) -> None:
+        for service in self.services:
+            self.calls[service.name] = TcpLink(service.address)
+        for worker in self.decode:
+            push = self.pushes[worker.name] = PushLink(worker.address)
+            link = self.pages[worker.name] = TcpLink(push.address)
+            worker.settings["server.advertised_port"] = str(link.port)
+
+    def address_of(self, service: Service) -> str:
+        """Where others call it."""
+        link = self.calls.get(service.name)
+        return link.address if link is not None else service.address
 
     @property
     def workers(self) -> list[Service]:
@@ -243,7 +260,7 @@ class Deployment:
 
     @contextlib.asynccontextmanager
     async def stub(self, router: int = 0) -> AsyncIterator[Stub]:
-        async with grpc.aio.insecure_channel(self.routers[router].address) as channel:
+        async with grpc.aio.insecure_channel(self.address_of(self.routers[router])) as channel:
             yield InferenceServiceStub(channel)
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
@@ -252,6 +269,8 @@ class Deployment:
 
     def __enter__(self) -> Self:
         try:
+            for link in (*self.calls.values(), *self.pages.values(), *self.pushes.values()):
+                self._links.enter_context(link)
             for service in self.services:
                 service.start()
             self.wait_ready()
@@ -288,4 +307,5 @@ class Deployment:
             if service.is_alive:
                 service.kill()
             service.close()
+        self._links.close()
         self._directory.cleanup()
