@@ -72,7 +72,7 @@ class OpenDesk:
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
 
-    async def open(self, ticket: bytes, layout: CacheLayout) -> Grant:
+    async def open(self, ticket: bytes, request_id: str, layout: CacheLayout) -> Grant:
         return Grant(ticket, 30_000, dict(pages_of(self._num_pages, int.from_bytes(ticket, "little"))))
 
     def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:
@@ -149,7 +149,7 @@ class Sending:
     async def push(self, transport: str) -> float:
         first = self._next().start
         ticket, pages = first.to_bytes(16, "little"), pages_of(self._num_pages, first)
-        async with PushClient(self._channel, ticket, self._parts(transport), lambda places: None) as push:
+        async with PushClient(self._channel, ticket, "", self._parts(transport), lambda places: None) as push:
             await push.open()
             start = time.perf_counter()
             await push.ship(pages)

@@ -60,7 +60,8 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
 
     def join(self, engine: LoadedEngine, pools: PagePools, limits: ModelLimits, parts: WorkerParts) -> DecodeWorker:
         handoff = parts.config.handoff
-        tickets = TicketTable(parts.incarnation, handoff.lease_ms / 1000, engine.layout)
+        reservation_s = handoff.reservation_ms / 1000
+        tickets = TicketTable(parts.incarnation, handoff.lease_ms / 1000, engine.layout, reservation_s=reservation_s)
         scheduler = DecodeScheduler(parts.config.scheduler, pools, engine.layout)
         step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock)
         server = parts.config.server

@@ -54,9 +54,9 @@ class TicketDesk:
             deadline=sequence.deadline,
         )
 
-    def open(self, push: Grant, ticket_id: bytes, layout: CacheLayout, now: float) -> Places:
+    def open(self, push: Grant, ticket_id: bytes, request_id: str, layout: CacheLayout, now: float) -> Places:
         """Open a ticket's push: the pages to receive, with a reference to each. The caller owes `close`."""
-        ticket = self._tickets.open(ticket_id, layout, now)
+        ticket = self._tickets.open(ticket_id, request_id, layout, now)
         self._pools.acquire(ticket.places.values())
         self._pushes[push] = ticket
         return ticket.places
@@ -106,7 +106,7 @@ class TicketDesk:
         """Fail the sequences of hand-offs whose time is up."""
         for ticket in self._tickets.expire(now):
             del self._live[ticket.sequence]
-            error = UnavailableError("the hand-off's sender went silent: its lease ran out", reason="HANDOFF_EXPIRED")
+            error = UnavailableError("the hand-off's sender was silent: its lease ran out", reason="HANDOFF_EXPIRED")
             self._end_push(ticket, error)
             self._actions.fail(ticket.sequence, error)
 
@@ -141,11 +141,12 @@ class EngineDesk:
         self._lease_ms = lease_ms
         self._vocab_size = vocab_size
 
-    async def open(self, ticket: bytes, layout: CacheLayout) -> Grant:
+    async def open(self, ticket: bytes, request_id: str, layout: CacheLayout) -> Grant:
         grant = Grant(ticket, self._lease_ms)  # known to the desk by itself, so that an end can come before its pages
         places: Places | None = None
+        now = self._clock
         try:
-            places = await self._engine.call(lambda: self._desk.open(grant, ticket, layout, self._clock()))
+            places = await self._engine.call(lambda: self._desk.open(grant, ticket, request_id, layout, now()))
         finally:
             if places is None:  # refused, or cancelled while the engine opened it all the same
                 self._engine.post(lambda: self._desk.close(grant, None))

@@ -17,9 +17,18 @@ class Subscription:
 
     def __init__(self) -> None:
         self.calls: set[Call] = set()  # live ones
+        self._numbers: set[int] = set()  # of those, and of calls that are over and have something to tell
         self._news: dict[Call, None] = {}  # those with something to tell, over calls among them
         self._ending = False
         self._changed = asyncio.Event()
+
+    def join(self, call: Call) -> None:
+        """Tell of a new call. AlreadyExistsError for a number that another one has: their tokens would mingle."""
+        if call.number in self._numbers:
+            message = f"call {call.number} of the subscription is live: each needs a number of its own"
+            raise AlreadyExistsError(message, reason="CALL_NUMBER_LIVE")
+        self._numbers.add(call.number)
+        self.calls.add(call)
 
     def mark(self, call: Call) -> None:
         """The call has something to tell."""
@@ -31,6 +40,7 @@ class Subscription:
         self.calls.discard(call)
         if call.end is None:
             self._news.pop(call, None)
+        self._forget(call)
 
     def finish(self) -> None:
         """Let the stream end when all is told."""
@@ -54,7 +64,13 @@ class Subscription:
             response.calls.append(call.news())
             if call.tokens:
                 self._news[call] = None
+            self._forget(call)
         return response
+
+    def _forget(self, call: Call) -> None:
+        """Once it is over and all is told, its number may be used again."""
+        if call not in self.calls and call not in self._news:
+            self._numbers.discard(call.number)
 
 
 class Subscriptions:
@@ -67,9 +83,10 @@ class Subscriptions:
 
     def join(self, subscription_id: bytes, call: Call) -> None:
         """Let the subscription, where it is live, tell of a new call. The caller owes `leave`."""
-        call.subscription = subscription = self._live.get(subscription_id)
+        subscription = self._live.get(subscription_id)
         if subscription is not None:
-            subscription.calls.add(call)
+            subscription.join(call)
+            call.subscription = subscription
 
     async def serve(self, request: pb.SubscribeRequest, context: Any) -> None:
         """Write to the stream until it ends; calls that it tells of then fail."""

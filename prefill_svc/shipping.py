@@ -55,12 +55,14 @@ class Shipment:
         self,
         channels: DecodeChannels,
         target: HandoffTarget,
+        request_id: str,
         parts: PushParts,
         give_back: Callable[[Sequence[Place]], None],
         on_over: Callable[[HandoffStats | PageferryError], None],
     ) -> None:
         self._channels = channels
         self._target = target
+        self._request_id = request_id
         self._parts = parts
         self._give_back = give_back
         self._on_over = on_over
@@ -113,7 +115,8 @@ class Shipment:
         await self._channels.close_idle()
 
     async def _ship(self, channel: grpc.aio.Channel) -> HandoffStats:
-        async with PushClient(channel, self._target.ticket, self._parts, self._give_back) as push:
+        ticket = self._target.ticket
+        async with PushClient(channel, ticket, self._request_id, self._parts, self._give_back) as push:
             self._push = push
             watch = asyncio.create_task(push.broken.wait())
             watch.add_done_callback(lambda _: self._changed.set())

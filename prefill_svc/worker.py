@@ -181,7 +181,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
             limit = f"must be a multiple of {layout.page_size} below the {num_tokens} tokens"
             raise invalid("target.cached_tokens", target.cached_tokens, limit)
         parts, over = replace(self._push_parts, source=source.converted(layout)), partial(self._take_outcome, call)
-        call.shipment = Shipment(self._channels, target, parts, self._give_back, over)
+        call.shipment = Shipment(self._channels, target, call.sequence.work.request_id, parts, self._give_back, over)
         call.first_page, call.as_tails = target.cached_tokens // layout.page_size, layout.format.has_tails
 
     def _first_token(self, call: _Call, drawn: Drawn) -> FirstToken:

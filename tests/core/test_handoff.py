@@ -14,7 +14,7 @@ def test_a_hand_off_from_ticket_to_use() -> None:
     table = new_table()
     ticket = issue(table)
     assert (ticket.state, len(table)) == (TicketState.RESERVED, 1)
-    assert table.open(ID, LAYOUT, now=1.0) is ticket
+    assert table.open(ID, "request", LAYOUT, now=1.0) is ticket
     table.receive(ticket, PageKey(0, 1), 0, 2, now=2.0)
     table.receive(ticket, PageKey(0, 1), 2, 1, now=3.0)
     table.receive(ticket, PageKey(0, 2), 0, 3, now=4.0)
@@ -39,7 +39,7 @@ def test_both_sides_count_the_pages_of_the_prompt_alone(num_tokens: int, num_cac
             table.issue(ID, sequence, places=wrong, covered_tokens=num_tokens, deadline=None)
     ticket = table.issue(ID, sequence, places=places, covered_tokens=num_tokens, deadline=None)
     sequence.append(7)  # the token that the sender sampled is in no page yet
-    table.open(ID, layout, now=0.0)
+    table.open(ID, "request", layout, now=0.0)
     for page_index in range(num_cached_pages, num_pages):
         table.receive(ticket, PageKey(0, page_index), 0, layout.num_layers, now=0.0)
     with pytest.raises(FailedPreconditionError, match=f"covered_tokens is {num_tokens + 1}, {num_tokens} are expected"):
@@ -66,9 +66,9 @@ def test_an_id_is_never_used_again() -> None:
 def test_a_ticket_is_opened_once() -> None:
     table = new_table()
     ticket = issue(table)
-    table.open(ID, LAYOUT, now=0.0)
+    table.open(ID, "request", LAYOUT, now=0.0)
     with pytest.raises(FailedPreconditionError, match="ticket 00010203 is filling: open is refused") as caught:
-        table.open(ID, LAYOUT, now=1.0)
+        table.open(ID, "request", LAYOUT, now=1.0)
     assert caught.value.reason == "HANDOFF_FILLING"
     receive_all(table, ticket, now=2.0)  # the first push goes on
     table.commit(ticket, 10, now=3.0)
@@ -77,7 +77,7 @@ def test_a_ticket_is_opened_once() -> None:
 def test_a_ticket_of_an_older_incarnation_is_unknown() -> None:
     issue(new_table(b"d1"))
     with pytest.raises(FailedPreconditionError, match="ticket 00010203 is unknown to incarnation 6432") as caught:
-        new_table(b"d2").open(ID, LAYOUT, now=0.0)
+        new_table(b"d2").open(ID, "request", LAYOUT, now=0.0)
     assert caught.value.reason == "UNKNOWN_TICKET"
     assert ID.hex() not in caught.value.message  # it is a secret
 
@@ -86,9 +86,21 @@ def test_layouts_that_differ_are_refused_with_both_values() -> None:
     table = new_table()
     ticket = issue(table)
     with pytest.raises(FailedPreconditionError, match=r"page_size 4 \(receiver\) and 8 \(sender\)") as caught:
-        table.open(ID, replace(LAYOUT, page_size=8), now=0.0)
+        table.open(ID, "request", replace(LAYOUT, page_size=8), now=0.0)
     assert caught.value.reason == "LAYOUT_MISMATCH"
     assert ticket.state is TicketState.RESERVED
+
+
+def test_a_ticket_opens_for_its_own_request_only() -> None:
+    table = new_table()
+    ticket = issue(table)
+    for other in ("another", ""):
+        with pytest.raises(FailedPreconditionError, match="is of another request") as caught:
+            table.open(ID, other, LAYOUT, now=0.0)
+        assert caught.value.reason == "TICKET_OF_ANOTHER_REQUEST"
+        assert ID.hex() not in caught.value.message
+    assert ticket.state is TicketState.RESERVED
+    assert table.open(ID, "request", LAYOUT, now=0.0) is ticket
 
 
 @pytest.mark.parametrize(
@@ -105,7 +117,7 @@ def test_layouts_that_differ_are_refused_with_both_values() -> None:
 def test_a_frame_out_of_range_is_refused(page_index: int, first_layer: int, num_layers: int, field: str) -> None:
     table = new_table()
     ticket = issue(table)
-    table.open(ID, LAYOUT, now=0.0)
+    table.open(ID, "request", LAYOUT, now=0.0)
     with pytest.raises(InvalidArgumentError, match=field):
         table.receive(ticket, PageKey(0, page_index), first_layer, num_layers, now=0.0)
     assert len(ticket.arrived) == 0
@@ -115,7 +127,7 @@ def test_a_frame_out_of_range_is_refused(page_index: int, first_layer: int, num_
 def test_a_layer_that_comes_twice_is_refused(first_layer: int, num_layers: int) -> None:
     table = new_table()
     ticket = issue(table)
-    table.open(ID, LAYOUT, now=0.0)
+    table.open(ID, "request", LAYOUT, now=0.0)
     table.receive(ticket, PageKey(0, 1), 0, 2, now=0.0)
     with pytest.raises(InvalidArgumentError, match=r"page 1 of group 0', but some of its layers . to . came before"):
         table.receive(ticket, PageKey(0, 1), first_layer, num_layers, now=0.0)
@@ -125,7 +137,7 @@ def test_a_layer_that_comes_twice_is_refused(first_layer: int, num_layers: int) 
 def test_a_hand_off_that_lacks_a_page_is_never_committed() -> None:
     table = new_table()
     ticket = issue(table, num_tokens=24, num_cached_pages=0)
-    table.open(ID, LAYOUT, now=0.0)
+    table.open(ID, "request", LAYOUT, now=0.0)
     for page_index in (0, 1, 2, 4, 5):
         table.receive(ticket, PageKey(0, page_index), 0, 3, now=0.0)
     table.receive(ticket, PageKey(0, 3), 0, 2, now=0.0)
@@ -141,7 +153,7 @@ def test_a_ticket_is_consumed_once() -> None:
     ticket = issue(table)
     with pytest.raises(AssertionError, match="is reserved and has no consume"):
         table.consume(ticket)
-    table.open(ID, LAYOUT, now=0.0)
+    table.open(ID, "request", LAYOUT, now=0.0)
     receive_all(table, ticket, now=0.0)
     table.commit(ticket, 10, now=0.0)
     with pytest.raises(FailedPreconditionError, match="is committed: commit is refused"):
@@ -150,7 +162,7 @@ def test_a_ticket_is_consumed_once() -> None:
     with pytest.raises(AssertionError, match="is already used and has no consume"):
         table.consume(ticket)
     with pytest.raises(FailedPreconditionError, match="is already used: open is refused"):
-        table.open(ID, LAYOUT, now=1.0)
+        table.open(ID, "request", LAYOUT, now=1.0)
 
 
 def test_what_is_over_is_remembered_within_bounds() -> None:
@@ -159,7 +171,7 @@ def test_what_is_over_is_remembered_within_bounds() -> None:
         table.abort(issue(table, id=number.to_bytes(16)))
     for number, reason in ((0, "UNKNOWN_TICKET"), (1, "HANDOFF_ABORTED"), (MAX_REMEMBERED, "HANDOFF_ABORTED")):
         with pytest.raises(FailedPreconditionError) as caught:
-            table.open(number.to_bytes(16), LAYOUT, now=0.0)
+            table.open(number.to_bytes(16), "request", LAYOUT, now=0.0)
         assert caught.value.reason == reason
 
 

@@ -24,6 +24,7 @@ from pageferry.core.sequence import Sequence, WorkItem
 
 KINDS = {"full": ("0-1=full", "fp32"), "window_tails": ("0=window:3,sinks:1;1-2=full", "int8:channel")}
 LEASE_S = 10.0
+RESERVATION_S = 12.0
 NUM_PAGES, NUM_TAILS = 9, 3
 PICKS = st.integers(0, 3)
 KEYS = st.builds(PageKey, st.integers(0, 2), st.integers(0, 3), st.booleans())
@@ -64,7 +65,7 @@ class HandoffMachine(RuleBasedStateMachine):
         num_layers = 2 + groups.count(";")
         groups_of = parse_groups(groups, num_layers, None)
         self.layout = CacheLayout("f" * 32, PageFormat.parse(page_format), 2, 1, 8, groups_of)
-        self.table = TicketTable(b"this", LEASE_S, self.layout)
+        self.table = TicketTable(b"this", LEASE_S, self.layout, reservation_s=RESERVATION_S)
         self.pools = PagePools(self.layout, [NUM_PAGES] * len(groups_of), NUM_TAILS)
         self.page_tables = PageTables(self.pools, self.layout, prefix_cache=False, chunk_tokens=2)
         self.attempts: list[Attempt] = []
@@ -107,7 +108,8 @@ class HandoffMachine(RuleBasedStateMachine):
         ticket_id, deadline = len(self.attempts).to_bytes(16), None if lifetime is None else self.now + lifetime
         ticket = self.table.issue(ticket_id, sequence, places=places, covered_tokens=num_tokens, deadline=deadline)
         layers = {(key, layer) for key in places for layer in range(self.layout.of(key).num_layers)}
-        self.attempts.append(Attempt(ticket, layers, expires_at=deadline, to_ship=list(places)))
+        expires_at = self.now + RESERVATION_S if deadline is None else min(deadline, self.now + RESERVATION_S)
+        self.attempts.append(Attempt(ticket, layers, expires_at=expires_at, to_ship=list(places)))
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 4.0, 9.5]))
     def time_passes(self, seconds: float) -> None:
@@ -153,20 +155,22 @@ class HandoffMachine(RuleBasedStateMachine):
             attempt.sender.abort()
 
     @precondition(lambda self: self.attempts)
-    @rule(pick=PICKS, kind=st.sampled_from(["again", "other layout", "other incarnation"]))
+    @rule(pick=PICKS, kind=st.sampled_from(["again", "other layout", "other request", "other incarnation"]))
     def a_stray_open_arrives(self, pick: int, kind: str) -> None:
         attempt = self.pick(pick)
         if kind == "other layout":
             self.opened(attempt, replace(self.layout, page_size=4))
+        elif kind == "other request":
+            self.peer_calls(False, lambda: self.table.open(attempt.ticket.id, "other", self.layout, self.now))
         elif kind == "again" and attempt.state is not TicketState.RESERVED:
             self.opened(attempt, self.layout)
         else:
             other = TicketTable(b"other", LEASE_S, self.layout)
-            self.peer_calls(False, lambda: other.open(attempt.ticket.id, self.layout, self.now))
+            self.peer_calls(False, lambda: other.open(attempt.ticket.id, "request", self.layout, self.now))
 
     def opened(self, attempt: Attempt, layout: CacheLayout) -> bool:
         accepted = self.accepts(attempt, TicketState.RESERVED) and layout == self.layout
-        self.peer_calls(accepted, lambda: self.table.open(attempt.ticket.id, layout, self.now))
+        self.peer_calls(accepted, lambda: self.table.open(attempt.ticket.id, "request", layout, self.now))
         if accepted:
             attempt.state = TicketState.FILLING
             self.renewed(attempt)

@@ -30,6 +30,7 @@ from pageferry.v1.inference_pb2 import WorkerLoad
 
 B = LAYOUT.page_size
 LEASE_S = 2.0
+RESERVATION_S = 3 * LEASE_S
 GONE = CancelledError("the call is over")
 
 
@@ -45,7 +46,7 @@ class Bench:
         self.pages = FakePages(layout, max(counts), num_tails=8)
         self.runner = FakeRunner(self.pages, before=lambda plan: self.clock.advance(0.1))
         scheduler = DecodeScheduler(SchedulerConfig(**{"headroom_pages": 0, **config}), self.pools, layout)
-        tickets = TicketTable(b"i" * 16, LEASE_S, layout)
+        tickets = TicketTable(b"i" * 16, LEASE_S, layout, reservation_s=RESERVATION_S)
         self.step = DecodeStep(scheduler, self.pools, tickets, self.runner, self.clock)
         self.desk = self.step.desk
 
@@ -60,7 +61,7 @@ class Bench:
         return sequence
 
     def open(self, request_id: str, push_id: int = 1) -> Places:
-        return self.desk.open(push_id, ticket_of(request_id), self.layout, self.clock())
+        return self.desk.open(push_id, ticket_of(request_id), request_id, self.layout, self.clock())
 
     def fill(self, sequence: Sequence, places: Places, push_id: int = 1) -> None:
         """Write what a prefill worker would send, and say so."""
@@ -260,11 +261,23 @@ def test_a_silent_sender_loses_its_lease_by_time_alone() -> None:
     assert bench.is_idle()
 
 
+def test_a_ticket_that_nobody_opens_fails_its_request_and_frees_its_pages() -> None:
+    bench = Bench()
+    bench.reserve("r", range(B))
+    bench.run(1)
+    bench.clock.advance(RESERVATION_S - 0.5)
+    assert not [event for event in bench.run(1) if isinstance(event, Failed)]
+    assert bench.step.next_wakeup(bench.clock()) == pytest.approx(0.5)
+    bench.clock.advance(0.5)
+    assert failure_of(bench.run(1)).reason == "HANDOFF_EXPIRED"
+    assert bench.is_idle()
+
+
 def test_an_unopened_ticket_lives_to_the_deadline_only() -> None:
     bench = Bench()
-    bench.reserve("r", range(B), deadline=bench.clock() + 5 * LEASE_S)
+    bench.reserve("r", range(B), deadline=bench.clock() + 2 * LEASE_S)
     bench.run(1)
-    bench.clock.advance(4 * LEASE_S)
+    bench.clock.advance(LEASE_S)
     assert not [event for event in bench.run(1) if isinstance(event, Failed)]
     bench.clock.advance(LEASE_S)
     assert bench.step.next_wakeup(bench.clock()) == 0

@@ -44,12 +44,7 @@ class Watched:
 
     def call(self, number: int, max_tokens: int = 6, name: bytes = NAME) -> tuple["asyncio.Task[None]", Reader]:
         own = Reader()
-        request = pb.DecodeRequest(
-            work=work_to_proto(make_work(f"r{number}", prompt(number), max_tokens=max_tokens)),
-            source=pb.PROMPT_SOURCE_LOCAL,
-            subscription=name,
-            call=number,
-        )
+        request = request_of(number, f"r{number}", max_tokens, name)
         return asyncio.create_task(self.worker.decode(request, own)), own
 
     def events(self, number: int) -> list[pb.CallEvents]:
@@ -63,6 +58,15 @@ class Watched:
             return all(any(events.HasField("completed") for events in self.events(number)) for number in numbers)
 
         return check
+
+
+def request_of(number: int, request_id: str, max_tokens: int = 6, name: bytes = NAME) -> pb.DecodeRequest:
+    return pb.DecodeRequest(
+        work=work_to_proto(make_work(request_id, prompt(number), max_tokens=max_tokens)),
+        source=pb.PROMPT_SOURCE_LOCAL,
+        subscription=name,
+        call=number,
+    )
 
 
 def prompt(number: int) -> list[int]:
@@ -158,6 +162,22 @@ async def test_names_are_16_bytes_and_live_once() -> None:
             await serve(pb.SubscribeRequest(subscription=b"abc"), Reader())
         with pytest.raises(AlreadyExistsError):
             await serve(pb.SubscribeRequest(subscription=NAME), Reader())
+
+
+async def test_two_calls_of_one_number_never_mingle() -> None:
+    async with Bench() as bench:
+        watched = Watched(bench)
+        watched.reader.resume.clear()
+        first, _ = watched.call(1)
+        await first  # over, but nothing is told of it yet
+        with pytest.raises(AlreadyExistsError) as caught:
+            await bench.d.worker.decode(request_of(1, "r2"), Reader())
+        assert caught.value.reason == "CALL_NUMBER_LIVE"
+        watched.reader.resume.set()
+        await until(watched.is_told(1))
+        assert watched.tokens(1) == expected(1)
+        await bench.d.worker.decode(request_of(1, "r3"), Reader())  # the number is free again
+        await until(bench.d.is_idle)
 
 
 async def test_a_drained_worker_tells_all_and_then_ends_the_stream() -> None:

@@ -25,7 +25,7 @@ async def _one(bench: Bench, index: int, chance: random.Random) -> str:
     decode, reserved = await _reserved(bench, f"r{index}", prompt, max_tokens)
     try:
         if kind == "broken sender":
-            push = RawPush(bench, reserved)
+            push = RawPush(bench, reserved, f"r{index}")
             await push.open()
             issued = next(ticket for ticket in bench.d.tickets.issued if ticket.id == reserved.ticket)
             await push.send_page(chance.choice(sorted(issued.places)), prompt)

@@ -290,7 +290,7 @@ async def test_a_sender_that_hangs_while_the_client_leaves_costs_nothing_each_ti
         pushes = []
         for index in range(20):
             decode = bench.decode(f"r{index}", PROMPT)
-            push = RawPush(bench, (await anext(decode)).reserved)
+            push = RawPush(bench, (await anext(decode)).reserved, f"r{index}")
             await push.open()
             await push.send_page(0, PROMPT)
             decode.cancel()
@@ -301,6 +301,20 @@ async def test_a_sender_that_hangs_while_the_client_leaves_costs_nothing_each_ti
                 await push.commit(len(PROMPT), 5)
         result = await bench.generate("last", PROMPT, max_tokens=3)
         assert result.tokens == list(enumerate(golden(PROMPT, 3)))
+
+
+async def test_a_ticket_of_another_request_is_refused_and_both_requests_go_on() -> None:
+    async with Bench() as bench:
+        requests = {name: bench.decode(name, PROMPT, max_tokens=3) for name in ("r1", "r2")}
+        reserved = {name: (await anext(decode)).reserved for name, decode in requests.items()}
+        for taken_by in ("r2", ""):
+            with pytest.raises(PageferryError, match="is of another request") as caught:
+                await RawPush(bench, reserved["r1"], taken_by).open()
+            assert (caught.value.code, caught.value.reason) == ("FAILED_PRECONDITION", "TICKET_OF_ANOTHER_REQUEST")
+        for name, decode in requests.items():
+            await drain(bench.prefill(name, PROMPT, reserved[name], max_tokens=3))
+            assert (await drain(decode))[-1].HasField("completed")
+        await bench.until_idle()
 
 
 async def test_a_ticket_opens_once_and_only_at_its_own_incarnation() -> None:

@@ -61,7 +61,7 @@ def parts() -> Iterator[PushParts]:
 def make(endpoint: str, parts: PushParts, ledger: Ledger) -> tuple[Shipment, DecodeChannels]:
     channels = DecodeChannels(lambda address: open_channel(address, TRACER))
     target = HandoffTarget(ticket=b"t" * 16, kv_endpoint=endpoint)
-    return Shipment(channels, target, parts, ledger.give_back, ledger.outcomes.append), channels
+    return Shipment(channels, target, "request", parts, ledger.give_back, ledger.outcomes.append), channels
 
 
 async def test_a_decode_worker_that_is_not_there_is_named_and_all_pages_come_back(

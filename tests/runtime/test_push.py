@@ -12,7 +12,7 @@ import grpc
 import pytest
 from crc32c import crc32c
 from opentelemetry.trace import SpanKind
-from pages import TICKET, FakeDesk, Gate, MemoryPages, grouped_layout, large_layout, numbered, small_layout
+from pages import REQUEST, TICKET, FakeDesk, Gate, MemoryPages, grouped_layout, large_layout, numbered, small_layout
 from spans import SpanLog, assert_one_tree
 
 from pageferry.core.config import HandoffConfig, ServerConfig
@@ -64,7 +64,7 @@ class Ends:
     released: list[Place]
 
     def push(self, ticket: bytes = TICKET) -> PushClient:
-        return PushClient(self.channel, ticket, self.parts, self.released.extend)
+        return PushClient(self.channel, ticket, REQUEST, self.parts, self.released.extend)
 
     def stub(self) -> Any:
         return page_pb2_grpc.PageServiceStub(self.channel)
@@ -360,7 +360,8 @@ def frame(both: Ends, page_index: int, **changes: Any) -> page_pb2.PushRequest:
 async def send_raw(both: Ends, requests: Sequence[page_pb2.PushRequest], *, opened: bool = True) -> Exception:
     """Send messages as they are, then end the stream; returns what the receiver says."""
     layout = layout_to_proto(both.source.layout)
-    first = [page_pb2.PushRequest(open=page_pb2.Open(ticket=TICKET, layout=layout))] if opened else []
+    opening = page_pb2.Open(ticket=TICKET, request_id=REQUEST, layout=layout)
+    first = [page_pb2.PushRequest(open=opening)] if opened else []
 
     async def messages() -> AsyncIterator[page_pb2.PushRequest]:
         for request in (*first, *requests):

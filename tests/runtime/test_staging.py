@@ -17,7 +17,7 @@ import pytest
 import staging_peer
 from crc32c import crc32c
 from opentelemetry.trace import NoOpTracer
-from pages import TICKET, FakeDesk, MemoryPages, numbered, small_layout
+from pages import REQUEST, TICKET, FakeDesk, MemoryPages, numbered, small_layout
 
 from pageferry.core.config import HandoffConfig, ServerConfig
 from pageferry.core.errors import (
@@ -79,7 +79,7 @@ async def push_all(
     with ThreadPoolExecutor(1) as executor:
         config = HandoffConfig(transport=transport)
         parts = PushParts(source, executor, config, NoOpTracer(), SharedRegions(directory))
-        async with PushClient(channel, TICKET, parts, lambda places: None) as push:
+        async with PushClient(channel, TICKET, REQUEST, parts, lambda places: None) as push:
             await push.open()
             assert names(directory) == [] or transport != "shm", "its name goes once it is attached"
             await push.ship(numbered(num_pages))
@@ -95,7 +95,7 @@ class Raw:
         self.region: SharedRegion | None = None
 
     async def open(self, **staging_request: bytes) -> page_pb2.Opened:
-        opening = page_pb2.Open(ticket=TICKET, layout=layout_to_proto(LAYOUT))
+        opening = page_pb2.Open(ticket=TICKET, request_id=REQUEST, layout=layout_to_proto(LAYOUT))
         opening.staging.CopyFrom(page_pb2.StagingRequest(**staging_request))
         await self.call.write(page_pb2.PushRequest(open=opening))
         return page_pb2.Opened.FromString((await self.read()).opened.SerializeToString())
@@ -135,7 +135,7 @@ class Raw:
 async def push_again(desk: Any, channel: Any, parts: PushParts) -> str:
     """A whole push of three pages, which the desk has not seen before; its transport."""
     desk.grant, desk.frames = None, []
-    async with PushClient(channel, TICKET, parts, lambda places: None) as push:
+    async with PushClient(channel, TICKET, REQUEST, parts, lambda places: None) as push:
         await push.open()
         await push.ship(numbered(3))
         await push.commit(12, None)
@@ -439,7 +439,7 @@ async def test_a_receiver_killed_in_a_push_leaves_nothing(tmp_path: Path) -> Non
         shared = SharedRegions(tmp_path)
         parts = PushParts(source, executor, HandoffConfig(transport="shm"), NoOpTracer(), shared)
         async with open_channel(f"127.0.0.1:{port.strip()}", NoOpTracer()) as channel:
-            async with PushClient(channel, TICKET, parts, released.extend) as push:
+            async with PushClient(channel, TICKET, REQUEST, parts, released.extend) as push:
                 await push.open()
                 await push.ship(numbered(2))
                 process.kill()

@@ -267,14 +267,16 @@ class Bench:
 class RawPush:
     """A sender that does what a test wants, and not what is right."""
 
-    def __init__(self, bench: Bench, reserved: decode_pb2.Reserved) -> None:
+    def __init__(self, bench: Bench, reserved: decode_pb2.Reserved, request_id: str = "r") -> None:
         self.reserved = reserved
+        self.request_id = request_id
         self.layout = bench.d.settings.layout
         stub: Any = page_pb2_grpc.PageServiceStub(bench.d_channel)
         self.call = stub.Push()
 
     async def open(self, layout: CacheLayout | None = None) -> page_pb2.PushResponse:
-        message = page_pb2.Open(ticket=self.reserved.ticket, layout=layout_to_proto(layout or self.layout))
+        sent = layout_to_proto(layout or self.layout)
+        message = page_pb2.Open(ticket=self.reserved.ticket, request_id=self.request_id, layout=sent)
         await self.call.write(page_pb2.PushRequest(open=message))
         return await self.read()
 

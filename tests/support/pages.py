@@ -18,6 +18,7 @@ from pageferry.runtime.frames import FrameKey
 from pageferry.runtime.receive import Grant
 
 TICKET = bytes(range(16))
+REQUEST = "request"  # that it is for
 
 
 def small_layout() -> CacheLayout:
@@ -102,8 +103,8 @@ class FakeDesk:
         self.closed: list[PageferryError | None] = []
         self.has_closed = asyncio.Event()
 
-    async def open(self, ticket: bytes, layout: CacheLayout) -> Grant:
-        if ticket != TICKET or self.grant:
+    async def open(self, ticket: bytes, request_id: str, layout: CacheLayout) -> Grant:
+        if (ticket, request_id) != (TICKET, REQUEST) or self.grant:
             raise FailedPreconditionError("ticket is unknown", reason="UNKNOWN_TICKET")
         self._layout.check_equal(layout, ours="receiver", theirs="sender")
         self.grant = Grant(ticket, self._lease_ms, self._places)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from opentelemetry.trace import NoOpTracer
-from pages import TICKET, FakeDesk, MemoryPages, numbered, small_layout
+from pages import REQUEST, TICKET, FakeDesk, MemoryPages, numbered, small_layout
 
 from pageferry.core.config import HandoffConfig, ServerConfig
 from pageferry.runtime.channels import open_channel
@@ -26,7 +26,7 @@ async def send(address: str, directory: Path) -> None:
         parts = PushParts(source, executor, HandoffConfig(transport="shm"), NoOpTracer(), SharedRegions(directory))
         async with (
             open_channel(address, NoOpTracer()) as channel,
-            PushClient(channel, TICKET, parts, lambda places: None) as push,
+            PushClient(channel, TICKET, REQUEST, parts, lambda places: None) as push,
         ):
             await push.open()
             await push.ship(numbered(1))

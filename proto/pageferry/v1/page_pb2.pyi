@@ -36,14 +36,16 @@ class PushRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[Open, _Mapping]] = ..., frame: _Optional[_Union[PageFrame, _Mapping]] = ..., keep_alive: _Optional[_Union[KeepAlive, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., frames: _Optional[_Union[PageFrames, _Mapping]] = ..., staged: _Optional[_Union[StagedPages, _Mapping]] = ..., attached: _Optional[_Union[StagingAttached, _Mapping]] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("ticket", "layout", "staging")
+    __slots__ = ("ticket", "layout", "staging", "request_id")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     STAGING_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ticket: bytes
     layout: _types_pb2.PageLayout
     staging: StagingRequest
-    def __init__(self, ticket: _Optional[bytes] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., staging: _Optional[_Union[StagingRequest, _Mapping]] = ...) -> None: ...
+    request_id: str
+    def __init__(self, ticket: _Optional[bytes] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., staging: _Optional[_Union[StagingRequest, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class StagingRequest(_message.Message):
     __slots__ = ("proof",)

@@ -135,13 +135,14 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class HandoffConfig:
-    lease_ms: int = 30_000
+    lease_ms: int = 30_000  # without a message of a push; then its pages are freed
     max_frames_in_flight: int = 64  # that travel inline; shared memory bounds itself
     transport: str = "auto"  # inline: in messages; shm: through shared memory; auto: that where it is possible
+    reservation_ms: int = 60_000  # for a push to begin; then the pages reserved for it are freed
 
     def __post_init__(self) -> None:
         _check_choice("transport", self.transport, TRANSPORTS)
-        _check_ranges(self, lease_ms=(1, 3_600_000), max_frames_in_flight=(1, 1024))
+        _check_ranges(self, lease_ms=(1, 3_600_000), reservation_ms=(1, 3_600_000), max_frames_in_flight=(1, 1024))
 
 
 def _check_address(name: str, address: str) -> None:

@@ -56,6 +56,10 @@ class Ticket:
     expires_at: float | None
     state: TicketState = TicketState.RESERVED
 
+    def lease_to(self, time: float) -> None:
+        """Let it end then, or at its deadline if that is before."""
+        self.expires_at = time if self.deadline is None else min(time, self.deadline)
+
     def __str__(self) -> str:
         return f"ticket {self.id[:4].hex()}"  # it is a secret: never whole
 
@@ -63,13 +67,17 @@ class Ticket:
 class TicketTable:
     """The tickets of one incarnation of a decode worker. Live ones are never forgotten; expiry is by time alone.
 
-    While a ticket is RESERVED or COMMITTED it lives to its deadline, since the Decode call that owns it ends it. While
-    it is FILLING it depends on a peer, so it also ends `lease_s` after the peer's last message.
+    While a ticket is COMMITTED it lives to its deadline, since the Decode call that owns it ends it. Before that it
+    depends on a peer: while it is RESERVED it also ends `reservation_s`, if there is one, after its request's arrival,
+    and while it is FILLING, `lease_s` after the peer's last message.
     """
 
-    def __init__(self, incarnation: bytes, lease_s: float, layout: CacheLayout) -> None:
+    def __init__(
+        self, incarnation: bytes, lease_s: float, layout: CacheLayout, *, reservation_s: float | None = None
+    ) -> None:
         self.incarnation = incarnation
         self._lease_s = lease_s
+        self._reservation_s = reservation_s
         self._layout = layout
         self._live: dict[bytes, Ticket] = {}
         self._over: OrderedDict[bytes, TicketState] = OrderedDict()
@@ -100,27 +108,31 @@ class TicketTable:
             raise AssertionError(f"{covered_tokens} tokens end with {sorted(ends)}, not with {sorted(places)}")
         arrived = Arrivals(places.keys(), self._layout)
         ticket = Ticket(ticket_id, sequence, dict(places), covered_tokens, arrived, deadline, deadline)
+        if self._reservation_s is not None:
+            ticket.lease_to(sequence.arrival + self._reservation_s)
         self._live[ticket_id] = ticket
         return ticket
 
-    def open(self, ticket_id: bytes, layout: CacheLayout, now: float) -> Ticket:
+    def open(self, ticket_id: bytes, request_id: str, layout: CacheLayout, now: float) -> Ticket:
         """Begin a peer's push. FailedPreconditionError if the ticket isn't waiting for one, or the layouts differ.
 
-        Layouts that differ leave the ticket as it is.
+        A ticket of another request, or layouts that differ, leave the ticket as it is.
         """
         ticket = self._live.get(ticket_id)
         if ticket is None:
             raise self._unknown(ticket_id)
+        if request_id != ticket.sequence.work.request_id:
+            raise FailedPreconditionError(f"{ticket} is of another request", reason="TICKET_OF_ANOTHER_REQUEST")
         state = self._following(ticket, TicketEvent.OPEN, now)
         self._layout.check_equal(layout, ours="receiver", theirs="sender")
         ticket.state = state
-        self._renew_lease(ticket, now)
+        ticket.lease_to(now + self._lease_s)
         return ticket
 
     def renew(self, ticket: Ticket, now: float) -> None:
         """Any message of the push came: its lease begins anew."""
         ticket.state = self._following(ticket, TicketEvent.FRAME, now)
-        self._renew_lease(ticket, now)
+        ticket.lease_to(now + self._lease_s)
 
     def receive(self, ticket: Ticket, key: PageKey, first_layer: int, num_layers: int, now: float) -> None:
         """Record that a frame's bytes lie in their page and matched their checksum.
@@ -130,7 +142,7 @@ class TicketTable:
         state = self._following(ticket, TicketEvent.FRAME, now)
         ticket.arrived.add(key, first_layer, num_layers)
         ticket.state = state
-        self._renew_lease(ticket, now)
+        ticket.lease_to(now + self._lease_s)
 
     def commit(self, ticket: Ticket, covered_tokens: int, now: float) -> None:
         """The peer says that all is there. FailedPreconditionError, and nothing changed, where it is not so."""
@@ -167,10 +179,6 @@ class TicketTable:
         if ticket.state.is_live and _is_due(ticket, now):
             raise refusal(str(ticket), TicketState.EXPIRED, event.value)
         return fire(TICKET_TABLE, ticket.state, event, str(ticket))
-
-    def _renew_lease(self, ticket: Ticket, now: float) -> None:
-        leased_to = now + self._lease_s
-        ticket.expires_at = leased_to if ticket.deadline is None else min(leased_to, ticket.deadline)
 
     def _end(self, ticket: Ticket, event: TicketEvent) -> None:
         ticket.state = fire(TICKET_TABLE, ticket.state, event, str(ticket))

@@ -65,13 +65,18 @@ class PushClient:
         self,
         channel: grpc.aio.Channel,
         ticket: bytes,
+        request_id: str,
         parts: PushParts,
         on_released: Callable[[Sequence[Place]], None],
     ) -> None:
-        """`on_released` gets each shipped page once, on the event loop, when its bytes are copied or won't be."""
+        """The ticket is of that request.
+
+        `on_released` gets each shipped page once, on the event loop, when its bytes are copied or won't be.
+        """
         self.broken = asyncio.Event()
         self._channel = channel
         self._ticket = ticket
+        self._request_id = request_id
         self._parts = parts
         self._on_released = on_released
         self._sender = Sender()
@@ -93,7 +98,8 @@ class PushClient:
     async def open(self) -> None:
         """Present the ticket and the layout; FailedPreconditionError where the receiver refuses them."""
         known = self._parts.regions.get(self._channel)
-        opening = page_pb2.Open(ticket=self._ticket, layout=layout_to_proto(self._parts.source.layout))
+        layout = layout_to_proto(self._parts.source.layout)
+        opening = page_pb2.Open(ticket=self._ticket, request_id=self._request_id, layout=layout)
         if self._wants_to_share():
             opening.staging.proof = known.proof if known is not None else b""
         self._outbox.put(page_pb2.PushRequest(open=opening))

@@ -62,8 +62,8 @@ class Grant:
 class TicketDesk(Protocol):
     """Who knows the tickets: the decode service, on its engine's thread. All methods are called on the event loop."""
 
-    async def open(self, ticket: bytes, layout: CacheLayout) -> Grant:
-        """Open the ticket and take a reference to each page of the grant, or raise FailedPreconditionError."""
+    async def open(self, ticket: bytes, request_id: str, layout: CacheLayout) -> Grant:
+        """Open the request's ticket and take a reference to each page of the grant. Or FailedPreconditionError."""
         ...
 
     def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:
@@ -108,12 +108,13 @@ class PageReceiver(page_pb2_grpc.PageServiceServicer):
             raise InvalidArgumentError("the first message of a push must be Open", reason="NOT_OPENED")
         if self._transport == SHM and not request.open.HasField("staging"):
             raise _no_shared_memory("the sender asks for none")
-        grant = await self._desk.open(request.open.ticket, layout_from_proto(request.open.layout))
+        opening = request.open
+        grant = await self._desk.open(opening.ticket, opening.request_id, layout_from_proto(opening.layout))
         receipt = _Receipt(grant, self._desk, self._sink, self._executor, must_share=self._transport == SHM)
         error: PageferryError | None = AbortedError("the sender broke the push off", reason="PUSH_BROKEN")
         try:
-            if self._transport != INLINE and request.open.HasField("staging"):
-                await receipt.borrow(self._regions, request.open.staging.proof)
+            if self._transport != INLINE and opening.HasField("staging"):
+                await receipt.borrow(self._regions, opening.staging.proof)
             await receipt.run(context)
             error = None
         except PageferryError as raised:
