@@ -14,6 +14,7 @@ from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.http import build_app, serve_http
 from pageferry.router.service import InferenceServicer
 from pageferry.router.tokenizer import load_tokenizer
+from pageferry.runtime.admin import ADMIN_SERVICE, Admin
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import RouterMetrics
@@ -21,6 +22,7 @@ from pageferry.runtime.process import lasting_objects, run_service
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
 from pageferry.runtime.trace_store import TraceReceiver, TraceStore
+from pageferry.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pageferry.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 # A prompt above its own limit should meet that limit's error, which names the field, and not the transport's.
@@ -59,7 +61,12 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry) -> N
     server_config = replace(config.server, max_message_bytes=max(config.server.max_message_bytes, _MIN_MESSAGE_BYTES))
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(GrpcServer(server_config, telemetry.tracer))
+
+        async def drain(grace_s: float | None) -> int:
+            return await _drain(server, frontend, config.server.drain_grace_s if grace_s is None else grace_s)
+
         server.add(add_InferenceServiceServicer_to_server, InferenceServicer(frontend), "pageferry.v1.InferenceService")
+        server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: frontend.num_live), ADMIN_SERVICE)
         if telemetry.traces is not None:
             server.add(
                 add_TraceServiceServicer_to_server,
@@ -68,6 +75,7 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry) -> N
             )
         port = await server.start()
         stack.push_async_callback(fleet.close)
+        telemetry.metrics.follow_open_calls(lambda: frontend.num_live)
         if config.telemetry.metrics_port:
             telemetry.metrics.serve(config.server.host, config.telemetry.metrics_port)
         log("listening", host=config.server.host, port=port, http_port=config.server.http_port, model=files.name)
@@ -88,13 +96,19 @@ async def _run(
             fleet.start()
             await stop.wait()
             readiness.cancel()
-            await server.set_serving(False)
-            # First what both servers share: afterwards neither has a generation to wait for.
-            await frontend.drain(config.server.drain_grace_s)
+            await _drain(server, frontend, config.server.drain_grace_s)
             http_stop.set()
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+async def _drain(server: GrpcServer, frontend: Frontend, grace_s: float) -> int:
+    """Take nothing more and let live requests end, those over HTTP too; how many had to be ended."""
+    await server.set_serving(False)
+    # First what both servers share: afterwards neither has a generation to wait for.
+    num_ended = await frontend.drain(grace_s)
     await server.drain(_SERVER_DRAIN_S)
+    return num_ended
 
 
 async def _follow_readiness(server: GrpcServer, frontend: Frontend, fleet: Fleet) -> None:

@@ -93,6 +93,11 @@ class Frontend:
         """Whether requests can be served now."""
         return self._fleet.is_ready and not self._draining
 
+    @property
+    def num_live(self) -> int:
+        """Requests that are not over, of either server."""
+        return len(self._live)
+
     async def generate(
         self,
         request: pb.GenerateRequest,
@@ -222,7 +227,7 @@ class Frontend:
         return pb.GetStatusResponse(
             workers=[worker.status() for worker in self._fleet.workers],
             queued=self._dispatcher.num_queued,
-            running=len(self._live) - self._dispatcher.num_queued,
+            running=self.num_live - self._dispatcher.num_queued,
         )
 
     def get_trace(self, request: pb.GetTraceRequest) -> pb.GetTraceResponse:

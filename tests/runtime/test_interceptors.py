@@ -5,14 +5,15 @@ from typing import Any
 
 import grpc
 import pytest
-from loopback import loopback
+from google.protobuf.wrappers_pb2 import StringValue
+from loopback import ASK_METHOD, ask_stub, loopback
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 from spans import SpanLog, assert_one_tree
 
 from pageferry.core.errors import ResourceExhaustedError
-from pageferry.v1 import decode_pb2, decode_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pageferry.v1 import decode_pb2, decode_pb2_grpc
 
 DECODE = "pageferry.v1.DecodeService/Decode"
 REQUEST = decode_pb2.DecodeRequest()
@@ -57,19 +58,18 @@ async def test_a_unary_call_and_spans_inside_its_handler() -> None:
     log = SpanLog()
     tracer = log.tracer()
 
-    async def drain(request: Any, context: Any) -> worker_pb2.DrainResponse:
+    async def ask(request: StringValue, context: Any) -> StringValue:
         with tracer.start_as_current_span("inside"):
             await asyncio.sleep(0)
-        return worker_pb2.DrainResponse(aborted=2)
+        return StringValue(value=request.value * 2)
 
-    async with loopback(tracer, drain=drain) as (_, channel):
-        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-        assert (await stub.Drain(worker_pb2.DrainRequest())).aborted == 2
+    async with loopback(tracer, ask=ask) as (_, channel):
+        assert (await ask_stub(channel)(StringValue(value="ab"))).value == "abab"
         spans = await log.wait(3)
     inside, *call = sorted(spans, key=lambda span: span.name != "inside")
     assert_one_tree(spans)
     assert inside.parent.span_id == by_kind(call, SpanKind.SERVER).context.span_id
-    assert_call(call, "pageferry.v1.WorkerService/Drain", "OK", "OK")
+    assert_call(call, ASK_METHOD, "OK", "OK")
 
 
 @pytest.mark.parametrize("num_read", [0, 1])
@@ -164,23 +164,22 @@ async def test_a_stream_dropped_unread_ends_its_spans() -> None:
 async def test_a_unary_call_cancelled_while_awaited() -> None:
     log, begun = SpanLog(), asyncio.Event()
 
-    async def drain(request: Any, context: Any) -> worker_pb2.DrainResponse:
+    async def ask(request: StringValue, context: Any) -> StringValue:
         begun.set()
         await asyncio.Event().wait()
-        return worker_pb2.DrainResponse()
+        return request
 
-    async with loopback(log.tracer(), drain=drain) as (_, channel):
-        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
+    async with loopback(log.tracer(), ask=ask) as (_, channel):
 
         async def caller() -> None:
-            await stub.Drain(worker_pb2.DrainRequest())
+            await ask_stub(channel)(StringValue())
 
         task = asyncio.create_task(caller())
         await begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert_call(await log.wait(2), "pageferry.v1.WorkerService/Drain", "CANCELLED", "CANCELLED")
+        assert_call(await log.wait(2), ASK_METHOD, "CANCELLED", "CANCELLED")
 
 
 async def test_a_call_cancelled_before_it_was_sent_ends_its_span() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from loopback import loopback
+from loopback import ask_stub, loopback
 from opentelemetry.trace import NoOpTracer
 from spans import SpanLog
 
@@ -17,7 +18,7 @@ from pageferry.core.errors import ResourceExhaustedError, UnavailableError
 from pageferry.runtime.channels import KEEPALIVE_MS, MIN_PING_INTERVAL_MS
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
-from pageferry.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from pageferry.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 
 DECODE_SERVICE = "pageferry.v1.DecodeService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -26,6 +27,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def one_message(request: Any, context: Any) -> Any:
     yield decode_pb2.DecodeResponse()
+
+
+async def echo(request: StringValue, context: Any) -> StringValue:
+    return request
 
 
 def health_of(channel: grpc.aio.Channel) -> Any:
@@ -159,13 +164,9 @@ async def test_work_that_outlasts_the_grace_ends_with_unavailable() -> None:
 
 
 async def test_draining_goes_on_serving_other_calls() -> None:
-    async def drain(request: Any, context: Any) -> worker_pb2.DrainResponse:
-        return worker_pb2.DrainResponse(aborted=1)
-
-    async with loopback(NoOpTracer(), decode=one_message, drain=drain) as (server, channel):
+    async with loopback(NoOpTracer(), decode=one_message, ask=echo) as (server, channel):
         await server.drain(0)
-        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-        assert (await stub.Drain(worker_pb2.DrainRequest())).aborted == 1
+        assert (await ask_stub(channel)(StringValue(value="a"))).value == "a"
 
 
 async def test_a_call_after_an_idle_channel_lost_its_server_succeeds_once_it_is_back() -> None:
@@ -179,11 +180,7 @@ async def test_a_call_after_an_idle_channel_lost_its_server_succeeds_once_it_is_
 
 
 async def test_thousands_of_calls_at_once_all_reach_their_handler() -> None:
-    async def drain(request: Any, context: Any) -> worker_pb2.DrainResponse:
-        return worker_pb2.DrainResponse()
-
-    async with loopback(NoOpTracer(), drain=drain) as (_, channel):
-        stub: Any = worker_pb2_grpc.WorkerServiceStub(channel)
-        calls = [stub.Drain(worker_pb2.DrainRequest()) for _ in range(3000)]
+    async with loopback(NoOpTracer(), ask=echo) as (_, channel):
+        calls = [ask_stub(channel)(StringValue()) for _ in range(3000)]
         codes = {await call.code() for call in calls}
     assert codes == {grpc.StatusCode.OK}

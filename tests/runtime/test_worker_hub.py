@@ -26,10 +26,7 @@ def page_hash(number: int) -> bytes:
 
 
 def new_hub() -> WorkerHub:
-    async def drain(grace_s: float | None) -> int:
-        return 7 if grace_s == 1.5 else 0
-
-    return WorkerHub(INCARNATION, lambda: worker_pb2.Snapshot(role=worker_pb2.WORKER_ROLE_DECODE, model="tiny"), drain)
+    return WorkerHub(INCARNATION, lambda: worker_pb2.Snapshot(role=worker_pb2.WORKER_ROLE_DECODE, model="tiny"))
 
 
 @asynccontextmanager
@@ -133,12 +130,6 @@ async def test_a_watcher_that_leaves_is_forgotten() -> None:
     assert hub.num_watchers == 1
     await watch.aclose()
     assert hub.num_watchers == 0
-
-
-async def test_drain_passes_the_grace_on() -> None:
-    async with serving(new_hub()) as stub:
-        assert (await stub.Drain(worker_pb2.DrainRequest(grace_ms=1500))).aborted == 7
-        assert (await stub.Drain(worker_pb2.DrainRequest())).aborted == 0
 
 
 async def test_an_overflow_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,18 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, InvalidArgumentError, UnavailableError
 from pageferry.prefill_svc.__main__ import PrefillMain
+from pageferry.runtime.background import in_background
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.work_calls import loading
 from pageferry.runtime.worker_hub import WorkerHub
-from pageferry.runtime.worker_process import WorkerParts, advertised_host, in_background, serve_worker
+from pageferry.runtime.worker_process import WorkerParts, advertised_host, serve_worker
+from pageferry.v1.admin_pb2 import Drained, DrainRequest, DrainResponse
+from pageferry.v1.admin_pb2_grpc import AdminServiceStub
 from pageferry.v1.inference_pb2 import WorkerLoad
-from pageferry.v1.worker_pb2 import DrainRequest, Snapshot, WatchRequest, WatchResponse
+from pageferry.v1.worker_pb2 import Snapshot, WatchRequest, WatchResponse
 from pageferry.v1.worker_pb2_grpc import WorkerServiceStub
 
 
@@ -113,8 +116,9 @@ async def test_it_listens_while_it_loads_then_serves_then_drains() -> None:
         message = await process.first_message(channel)
         assert message.snapshot.model == "fake"
         assert len(message.incarnation) == 16
-        stub: Any = WorkerServiceStub(channel)
-        assert (await stub.Drain(DrainRequest(grace_ms=0))).aborted == 0
+        stub: Any = AdminServiceStub(channel)
+        told = [message async for message in stub.Drain(DrainRequest(grace_ms=0))]
+        assert told[-1] == DrainResponse(drained=Drained())
         assert await process.health(channel) == health_pb2.HealthCheckResponse.NOT_SERVING
         assert (await process.first_message(channel)).snapshot.draining
         process.stop.set()
@@ -125,9 +129,7 @@ async def test_it_listens_while_it_loads_then_serves_then_drains() -> None:
 
 async def test_a_watcher_is_told_nothing_before_the_engine_has_told_its_load() -> None:
     main = PrefillMain()
-    main._publisher = Publisher(
-        WorkerHub(b"i" * 16, main.snapshot, lambda grace_s: asyncio.sleep(0, 0)), WorkerMetrics()
-    )
+    main._publisher = Publisher(WorkerHub(b"i" * 16, main.snapshot), WorkerMetrics())
     with pytest.raises(UnavailableError, match="is loading"):
         await anext(main._publisher.hub.Watch(WatchRequest(), None))
     main._publisher.publish(WorkerLoad(running=1))

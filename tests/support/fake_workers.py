@@ -87,11 +87,8 @@ class FakeWorker:
 
     def restart(self) -> None:
         """Be another process, as far as watchers can tell; watches that run go on as the old one."""
-        self.hub = WorkerHub(os.urandom(16), lambda: self.snapshot, self._drain)
+        self.hub = WorkerHub(os.urandom(16), lambda: self.snapshot)
         self.publish()
-
-    async def _drain(self, grace_s: float | None) -> int:
-        return 0
 
     def publish(self, **changes: Any) -> None:
         """Change fields of the load and tell the watchers."""
@@ -405,6 +402,3 @@ class _Watched:
         async with aclosing(self._worker.hub.Watch(request, context)) as events:
             async for event in events:
                 yield event
-
-    async def Drain(self, request: worker_pb2.DrainRequest, context: Any) -> worker_pb2.DrainResponse:
-        return await self._worker.hub.Drain(request, context)

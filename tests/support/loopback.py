@@ -1,4 +1,4 @@
-"""A free port, a server and a channel to it in one event loop, and a decode service whose handler is a test's own."""
+"""A free port, a server and a channel to it in one event loop, and services whose handlers are a test's own."""
 
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -6,12 +6,13 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
+from google.protobuf.wrappers_pb2 import StringValue
 from opentelemetry.trace import Tracer
 
 from pageferry.core.config import ServerConfig
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.server import GrpcServer
-from pageferry.v1 import decode_pb2_grpc, worker_pb2, worker_pb2_grpc
+from pageferry.v1 import decode_pb2_grpc
 
 Handler = Callable[[Any, Any], Any]
 
@@ -34,14 +35,21 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):
                 yield message
 
 
-class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Drain is a coroutine given by the test."""
+ASK_SERVICE, ASK_METHOD = "pageferry.test.AskService", "pageferry.test.AskService/Ask"
 
-    def __init__(self, drain: Callable[[Any, Any], Awaitable[Any]]) -> None:
-        self._drain = drain
 
-    async def Drain(self, request: Any, context: Any) -> worker_pb2.DrainResponse:
-        return await self._drain(request, context)
+def ask_stub(channel: grpc.aio.Channel) -> Any:
+    """Calls the unary method of a server that has an `ask` handler."""
+    return channel.unary_unary(
+        f"/{ASK_METHOD}",
+        request_serializer=StringValue.SerializeToString,
+        response_deserializer=StringValue.FromString,
+    )
+
+
+def _add_ask(ask: Handler, server: grpc.aio.Server) -> None:
+    handler = grpc.unary_unary_rpc_method_handler(ask, StringValue.FromString, StringValue.SerializeToString)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(ASK_SERVICE, {"Ask": handler}),))
 
 
 @asynccontextmanager
@@ -49,16 +57,16 @@ async def loopback(
     tracer: Tracer,
     *,
     decode: Handler | None = None,
-    drain: Callable[[Any, Any], Awaitable[Any]] | None = None,
+    ask: Callable[[Any, Any], Awaitable[Any]] | None = None,
     config: ServerConfig | None = None,
 ) -> AsyncIterator[tuple[GrpcServer, grpc.aio.Channel]]:
+    """`ask` is a coroutine that takes and returns a StringValue."""
     async with GrpcServer(config or ServerConfig(), tracer) as server:
         if decode:
             register = decode_pb2_grpc.add_DecodeServiceServicer_to_server
             server.add(register, FakeDecode(decode), "pageferry.v1.DecodeService")
-        if drain:
-            register = worker_pb2_grpc.add_WorkerServiceServicer_to_server
-            server.add(register, FakeWorker(drain), "pageferry.v1.WorkerService")
+        if ask:
+            server.add(_add_ask, ask, ASK_SERVICE)
         port = await server.start()
         async with open_channel(f"127.0.0.1:{port}", tracer) as channel:
             yield server, channel

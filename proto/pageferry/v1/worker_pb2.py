@@ -26,15 +26,15 @@ from pageferry.v1 import inference_pb2 as pageferry_dot_v1_dot_inference__pb2
 from pageferry.v1 import types_pb2 as pageferry_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pageferry/v1/worker.proto\x12\x0cpageferry.v1\x1a\x1cpageferry/v1/inference.proto\x1a\x18pageferry/v1/types.proto\"\x0e\n\x0cWatchRequest\"\xed\x01\n\rWatchResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x08snapshot\x18\x03 \x01(\x0b\x32\x16.pageferry.v1.SnapshotH\x00\x12(\n\x04load\x18\x04 \x01(\x0b\x32\x18.pageferry.v1.WorkerLoadH\x00\x12*\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x19.pageferry.v1.CacheEventsH\x00\x12*\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x16.pageferry.v1.DrainingH\x00\x42\x07\n\x05\x65vent\"\x99\x02\n\x08Snapshot\x12&\n\x04role\x18\x01 \x01(\x0e\x32\x18.pageferry.v1.WorkerRole\x12(\n\x06layout\x18\x02 \x01(\x0b\x32\x18.pageferry.v1.PageLayout\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x18\n\x10max_model_tokens\x18\x05 \x01(\r\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.pageferry.v1.WorkerLoad\x12\x15\n\rcached_hashes\x18\x07 \x01(\x0c\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x14\n\x0c\x63hunk_tokens\x18\t \x01(\r\x12\x15\n\rsubscriptions\x18\n \x01(\x08\".\n\x0b\x43\x61\x63heEvents\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\"\n\n\x08\x44raining\"2\n\x0c\x44rainRequest\x12\x15\n\x08grace_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_grace_ms\" \n\rDrainResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x01(\r*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32\x95\x01\n\rWorkerService\x12\x42\n\x05Watch\x12\x1a.pageferry.v1.WatchRequest\x1a\x1b.pageferry.v1.WatchResponse0\x01\x12@\n\x05\x44rain\x12\x1a.pageferry.v1.DrainRequest\x1a\x1b.pageferry.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pageferry/v1/worker.proto\x12\x0cpageferry.v1\x1a\x1cpageferry/v1/inference.proto\x1a\x18pageferry/v1/types.proto\"\x0e\n\x0cWatchRequest\"\xed\x01\n\rWatchResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x08snapshot\x18\x03 \x01(\x0b\x32\x16.pageferry.v1.SnapshotH\x00\x12(\n\x04load\x18\x04 \x01(\x0b\x32\x18.pageferry.v1.WorkerLoadH\x00\x12*\n\x05\x63\x61\x63he\x18\x05 \x01(\x0b\x32\x19.pageferry.v1.CacheEventsH\x00\x12*\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x16.pageferry.v1.DrainingH\x00\x42\x07\n\x05\x65vent\"\x99\x02\n\x08Snapshot\x12&\n\x04role\x18\x01 \x01(\x0e\x32\x18.pageferry.v1.WorkerRole\x12(\n\x06layout\x18\x02 \x01(\x0b\x32\x18.pageferry.v1.PageLayout\x12\r\n\x05model\x18\x03 \x01(\t\x12\x14\n\x0cmax_num_seqs\x18\x04 \x01(\r\x12\x18\n\x10max_model_tokens\x18\x05 \x01(\r\x12&\n\x04load\x18\x06 \x01(\x0b\x32\x18.pageferry.v1.WorkerLoad\x12\x15\n\rcached_hashes\x18\x07 \x01(\x0c\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x14\n\x0c\x63hunk_tokens\x18\t \x01(\r\x12\x15\n\rsubscriptions\x18\n \x01(\x08\".\n\x0b\x43\x61\x63heEvents\x12\x0e\n\x06stored\x18\x01 \x01(\x0c\x12\x0f\n\x07removed\x18\x02 \x01(\x0c\"\n\n\x08\x44raining*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x32S\n\rWorkerService\x12\x42\n\x05Watch\x12\x1a.pageferry.v1.WatchRequest\x1a\x1b.pageferry.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pageferry.v1.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=785
-  _globals['_WORKERROLE']._serialized_end=875
+  _globals['_WORKERROLE']._serialized_start=699
+  _globals['_WORKERROLE']._serialized_end=789
   _globals['_WATCHREQUEST']._serialized_start=99
   _globals['_WATCHREQUEST']._serialized_end=113
   _globals['_WATCHRESPONSE']._serialized_start=116
@@ -45,10 +45,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CACHEEVENTS']._serialized_end=685
   _globals['_DRAINING']._serialized_start=687
   _globals['_DRAINING']._serialized_end=697
-  _globals['_DRAINREQUEST']._serialized_start=699
-  _globals['_DRAINREQUEST']._serialized_end=749
-  _globals['_DRAINRESPONSE']._serialized_start=751
-  _globals['_DRAINRESPONSE']._serialized_end=783
-  _globals['_WORKERSERVICE']._serialized_start=878
-  _globals['_WORKERSERVICE']._serialized_end=1027
+  _globals['_WORKERSERVICE']._serialized_start=791
+  _globals['_WORKERSERVICE']._serialized_end=874
 # @@protoc_insertion_point(module_scope)

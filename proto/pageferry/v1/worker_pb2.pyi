@@ -72,15 +72,3 @@ class CacheEvents(_message.Message):
 class Draining(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class DrainRequest(_message.Message):
-    __slots__ = ("grace_ms",)
-    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
-    grace_ms: int
-    def __init__(self, grace_ms: _Optional[int] = ...) -> None: ...
-
-class DrainResponse(_message.Message):
-    __slots__ = ("aborted",)
-    ABORTED_FIELD_NUMBER: _ClassVar[int]
-    aborted: int
-    def __init__(self, aborted: _Optional[int] = ...) -> None: ...

@@ -40,11 +40,6 @@ class WorkerServiceStub:
                 request_serializer=pageferry_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
                 response_deserializer=pageferry_dot_v1_dot_worker__pb2.WatchResponse.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/pageferry.v1.WorkerService/Drain',
-                request_serializer=pageferry_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
-                response_deserializer=pageferry_dot_v1_dot_worker__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class WorkerServiceServicer:
@@ -59,13 +54,6 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Drain(self, request, context):
-        """Stops taking work and waits until none is left.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -73,11 +61,6 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=pageferry_dot_v1_dot_worker__pb2.WatchRequest.FromString,
                     response_serializer=pageferry_dot_v1_dot_worker__pb2.WatchResponse.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=pageferry_dot_v1_dot_worker__pb2.DrainRequest.FromString,
-                    response_serializer=pageferry_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -108,33 +91,6 @@ class WorkerService:
             '/pageferry.v1.WorkerService/Watch',
             pageferry_dot_v1_dot_worker__pb2.WatchRequest.SerializeToString,
             pageferry_dot_v1_dot_worker__pb2.WatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/pageferry.v1.WorkerService/Drain',
-            pageferry_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
-            pageferry_dot_v1_dot_worker__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,8 +37,6 @@ class WorkerServiceStub:
     """The worker's state, then every change. The first message is a Snapshot. `sequence` rises by one with each message
     of a stream; a gap means that the view is stale, and a new Watch starts over.
     """
-    Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Stops taking work and waits until none is left."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -49,8 +47,6 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """The worker's state, then every change. The first message is a Snapshot. `sequence` rises by one with each message
     of a stream; a gap means that the view is stale, and a new Watch starts over.
     """
-    Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Stops taking work and waits until none is left."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """How a router learns about a worker; served by prefill and decode workers."""
@@ -64,13 +60,5 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """The worker's state, then every change. The first message is a Snapshot. `sequence` rises by one with each message
         of a stream; a gap means that the view is stale, and a new Watch starts over.
         """
-
-    @_abc_1.abstractmethod
-    def Drain(
-        self,
-        request: _worker_pb2.DrainRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Stops taking work and waits until none is left."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

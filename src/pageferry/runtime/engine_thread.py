@@ -1,6 +1,8 @@
 """The one thread that owns the model, the pool and the scheduler, and its seam to the event loop."""
 
 import asyncio
+import ctypes
+import math
 import sys
 import threading
 import time
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, TypeVarTuple
 
 from pageferry.core.errors import UnavailableError
+from pageferry.runtime.watchdog import Sign
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -18,6 +21,7 @@ Arguments = TypeVarTuple("Arguments")
 
 # The event loop gets the interpreter back this soon while a step runs Python code.
 SWITCH_INTERVAL_S = 0.0005
+_PR_SET_NAME = 15
 
 
 class Stepper(Protocol[E]):
@@ -65,6 +69,9 @@ class EngineThread(Generic[E]):
         self._commands: deque[_Command] = deque()
         self._stopping = False
         self._closed = False
+        self._num_turns = 0
+        self._idle_until = -math.inf  # on its clock; while it waits, infinite where only a command can bring work
+        self._cpu_clock: int | None = None  # set by the thread itself
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
@@ -96,6 +103,15 @@ class EngineThread(Generic[E]):
             self._wake.notify()
         await self._ended.wait()
 
+    def sign(self) -> Sign:
+        """Of its progress; takes no lock, so that a frozen thread can't hold the caller up."""
+        has_work = bool(self._commands) or self._idle_until <= self._clock()
+        cpu_s: float | None = None
+        if self._cpu_clock is not None:
+            with suppress(OSError):  # it is over
+                cpu_s = time.clock_gettime(self._cpu_clock)
+        return Sign(self._num_turns, has_work, cpu_s)
+
     def _put(self, command: _Command) -> None:
         with self._wake:
             if self._closed or self._stopping:
@@ -105,6 +121,9 @@ class EngineThread(Generic[E]):
 
     def _main(self) -> None:
         failure: BaseException | None = None
+        _name_thread(self._thread.name)
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._cpu_clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             self._loop_steps()
         except BaseException as error:
@@ -148,10 +167,13 @@ class EngineThread(Generic[E]):
     def _wait(self, seconds: float | None) -> None:
         with self._wake:
             if not self._commands and not self._stopping:
+                self._idle_until = math.inf if seconds is None else self._clock() + seconds
                 self._wake.wait(seconds)
+                self._idle_until = -math.inf
 
     def _run_commands(self, answers: "list[_Answer]") -> bool:
         """False: the thread shall end."""
+        self._num_turns += 1
         with self._wake:
             num_commands = len(self._commands)
             stopping = self._stopping
@@ -160,6 +182,7 @@ class EngineThread(Generic[E]):
         return not stopping
 
     def _run(self, command: _Command, answers: "list[_Answer]") -> None:
+        self._num_turns += 1
         if command.result is None:
             command.run()
             return
@@ -186,6 +209,12 @@ def _settle(answers: list[_Answer]) -> None:
             result.set_exception(error)
         else:
             result.set_result(value)
+
+
+def _name_thread(name: str) -> None:
+    """Let `top -H` and debuggers show the current thread's name, which Python keeps to itself."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15])
 
 
 def _stopped() -> UnavailableError:

@@ -7,7 +7,7 @@ loses spans of streams that are not read to their end, and marks cancelled calls
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -19,7 +19,7 @@ from opentelemetry.trace import Span, SpanKind, Tracer
 from pageferry.core.errors import InternalError, InvalidArgumentError, PageferryError, UnavailableError
 from pageferry.runtime.errors import abort
 from pageferry.runtime.logs import log
-from pageferry.runtime.rpc_spans import end_span, extract_context, rpc_attributes, server_span_name
+from pageferry.runtime.rpc_spans import PUSH_METHOD, end_span, extract_context, rpc_attributes, server_span_name
 
 # Calls that bring work. A draining server refuses them, and takes all others, which serve work that lives on.
 _WORK_METHODS = {
@@ -27,6 +27,9 @@ _WORK_METHODS = {
     "pageferry.v1.PrefillService/Prefill",
     "pageferry.v1.DecodeService/Decode",
 }
+_OPEN_METHODS = _WORK_METHODS | {PUSH_METHOD}  # those that a drain waits for
+_ENDS_BY_ITSELF = "pageferry.v1.AdminService/Drain"  # when nothing is open, and then has to say so
+_END_S = 2.0  # for calls that are ended to take their status; who reads nothing doesn't get it
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 Behaviour = Callable[[Any, Any], Any]
 
@@ -39,12 +42,19 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, tracer: Tracer) -> None:
-        self.draining = False
+        self.refusal: Callable[[], PageferryError] | None = None  # what calls that bring work are told, and no more
         self._tracer = tracer
-        self._at_work: set[asyncio.Task[Any]] = set()
+        self._open: set[asyncio.Task[Any]] = set()
+        self._others: set[asyncio.Task[Any]] = set()  # that last until their caller leaves, or the server ends
         self._overdue: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._last_refused = 0.0  # the loop's time
+
+    @property
+    def num_open(self) -> int:
+        """Calls that brought work, and transfers of pages, that are not over."""
+        return len(self._open)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -57,7 +67,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         context = extract_context(handler_call_details.invocation_metadata)
 
         async def run(request: Any, servicer_context: Any) -> Any:
-            with self._working(method), self._traced(method, context, servicer_context):
+            with self._counted(method), self._traced(method, context, servicer_context):
                 return await self._answer(method, behaviour, request, servicer_context)
 
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
@@ -65,25 +75,45 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return make_handler(run, deserialize, handler.response_serializer)
 
     async def wait_idle(self, grace_s: float) -> int:
-        """Wait until no work is left; what is left after `grace_s` ends with UNAVAILABLE. Returns how many did."""
+        """Wait until no call is open; what is after `grace_s` ends with UNAVAILABLE. Returns how many did."""
         try:
             async with asyncio.timeout(grace_s):
                 await self._idle.wait()
             return 0
         except TimeoutError:
-            overdue = set(self._at_work)
-        self._overdue |= overdue
-        for task in overdue:
-            task.cancel()
-        await self._idle.wait()
+            overdue = set(self._open)
+        self._end(overdue)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._idle.wait()
         return len(overdue)
+
+    async def wait_quiet(self, quiet_s: float, longest_s: float) -> None:
+        """Wait until nothing was refused for so long: whoever sent it has heard, and asks elsewhere."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while (now := loop.time()) < began + longest_s:
+            quiet_until = max(began, self._last_refused) + quiet_s
+            if now >= quiet_until:
+                return
+            await asyncio.sleep(quiet_until - now)
+
+    def end_all(self) -> None:
+        """Let all calls end with UNAVAILABLE that do not end by themselves now."""
+        self._end(self._open | self._others)
+
+    def _end(self, tasks: set[asyncio.Task[Any]]) -> None:
+        self._overdue |= tasks
+        for task in tasks:
+            task.cancel()
 
     async def _answer(self, method: str, behaviour: Behaviour, request: Any, servicer_context: Any) -> Any:
         """Run the handler; its errors end the call with their status."""
         error: PageferryError
         try:
-            if self.draining and method in _WORK_METHODS:
-                raise UnavailableError("the server is draining", reason="DRAINING")
+            if self.refusal is not None and method in _WORK_METHODS:
+                self._last_refused = asyncio.get_running_loop().time()
+                raise self.refusal()
             if isinstance(request, PageferryError):
                 raise request
             return await behaviour(request, servicer_context)
@@ -113,19 +143,21 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             raise asyncio.CancelledError from None  # the caller has left, and this task is about to be told
 
     @contextmanager
-    def _working(self, method: str) -> Iterator[None]:
+    def _counted(self, method: str) -> Iterator[None]:
         task = asyncio.current_task()
-        if task is None or method not in _WORK_METHODS:
+        if task is None or method == _ENDS_BY_ITSELF:
             yield
             return
-        self._at_work.add(task)
-        self._idle.clear()
+        tasks = self._open if method in _OPEN_METHODS else self._others
+        tasks.add(task)
+        if tasks is self._open:
+            self._idle.clear()
         try:
             yield
         finally:
-            self._at_work.discard(task)
+            tasks.discard(task)
             self._overdue.discard(task)
-            if not self._at_work:
+            if not self._open:
                 self._idle.set()
 
     @contextmanager

@@ -1,5 +1,6 @@
 """A process's Prometheus metrics. Labels take values from fixed sets, so that series stay few."""
 
+from collections.abc import Callable
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
@@ -32,7 +33,12 @@ class Metrics:
         counter = partial(Counter, registry=self.registry)
         self._requests = counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",))
         self._tokens = counter("pageferry_tokens", "Tokens of prompts, of them found cached, and generated.", ("kind",))
+        self._open_calls = Gauge("pageferry_open_calls", "Calls that a drain would wait for.", registry=self.registry)
         self.count_tokens()  # so that every kind is there from the start
+
+    def follow_open_calls(self, num_open: Callable[[], int]) -> None:
+        """Ask for the number of open calls whenever metrics are read."""
+        self._open_calls.set_function(num_open)
 
     def count_request(self, outcome: str) -> None:
         """`outcome` is a finish reason or the lower-case name of a status code; an unknown one counts as "other"."""
@@ -80,6 +86,7 @@ class WorkerMetrics(Metrics):
         self._pages = gauge("pageferry_pages", "Pages by state, of a cache group or of tails.", ("state", "pool"))
         self._sequences = gauge("pageferry_sequences", "Sequences, waiting or running.", ("state",))
         self._preemptions = counter("pageferry_preemptions", "Sequences preempted.")
+        self._stalled = gauge("pageferry_engine_stalled", "1 while the engine makes no progress, else 0.")
         self._handoff_bytes = counter("pageferry_handoff_bytes", "Bytes of pages handed over.")
         self._handoff_pages = counter("pageferry_handoff_pages", "Pages handed over.")
         self._handoff_failures = counter("pageferry_handoff_failures", "Hand-offs broken off.")
@@ -101,6 +108,7 @@ class WorkerMetrics(Metrics):
             name = str(pool.group) if pool.HasField("group") else "tails"
             for state in ("free", "cached", "reserved", "resident"):
                 self._pages.labels(state, name).set(getattr(pool, f"pages_{state}"))
+        self._stalled.set(load.stalled)
         self._sequences.labels("waiting").set(load.waiting)
         self._sequences.labels("running").set(load.running)
         self._preemptions.inc(max(0, load.preemptions - self._num_preemptions))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from pageferry.core.load import ReportTimer, Smoothed
 from pageferry.core.pool import PagePool
@@ -78,7 +79,7 @@ class Reporter:
         )
 
 
-def _pages(pool: PagePool | PagePools) -> dict[str, int]:
+def _pages(pool: PagePool | PagePools) -> dict[str, Any]:
     states = ("free", "cached", "reserved", "resident")
     return {"pages_total": pool.num_pages, **{f"pages_{state}": getattr(pool, f"num_{state}") for state in states}}
 
@@ -97,10 +98,20 @@ class Publisher:
 
     hub: WorkerHub
     metrics: WorkerMetrics
+    _stalled: bool = False
 
     def publish(self, report: Report) -> None:
         if isinstance(report, WorkerLoad):
+            report.stalled = self._stalled
             self.hub.publish_load(report)
             self.metrics.set_load(report)
         else:
             self.hub.publish_cache(report.stored, report.removed)
+
+    def set_stalled(self, stalled: bool) -> None:
+        """Say with all loads, from the last one on, whether the engine that tells them makes progress."""
+        self._stalled = stalled
+        if self.hub.load is not None:
+            load = WorkerLoad()
+            load.CopyFrom(self.hub.load)
+            self.publish(load)

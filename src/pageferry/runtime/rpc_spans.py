@@ -11,6 +11,7 @@ PUSH_METHOD = "pageferry.v1.PageService/Push"
 PUSH_SPAN = "kv.push"
 _INFERENCE = "pageferry.v1.InferenceService/"
 _UNTRACED = {
+    "pageferry.v1.AdminService/Drain",
     "pageferry.v1.WorkerService/Watch",
     "pageferry.v1.DecodeService/Subscribe",
     "opentelemetry.proto.collector.trace.v1.TraceService/Export",

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from opentelemetry.trace import Tracer
 
 from pageferry.core.config import ServerConfig
-from pageferry.core.errors import UnavailableError
+from pageferry.core.errors import PageferryError, UnavailableError
 from pageferry.runtime.channels import KEEPALIVE_OPTIONS, MIN_PING_INTERVAL_MS
 from pageferry.runtime.interceptors import ServerInterceptor
 from pageferry.runtime.logs import log
@@ -22,6 +22,10 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 # Calls that came and that no handler has taken yet. Beyond its own limit, 1000, the library drops calls as CANCELLED;
 # whether there is room is for handlers to say, with a status that says so.
 _MAX_PENDING = 1_000_000
+_FLUSH_S = 2.0  # for the last messages and statuses to leave, at readers' pace
+# A server stays until this long nobody has sent it new work: who has not heard that it drains is told so, and not cut.
+_QUIET_S = 0.2
+_LONGEST_QUIET_S = 2.0
 
 
 class GrpcServer:
@@ -33,6 +37,7 @@ class GrpcServer:
         self._interceptor = ServerInterceptor(tracer)
         self._health = health.aio.HealthServicer()
         self._services = [""]
+        self._draining = False
         self._server = grpc.aio.server(
             interceptors=(self._interceptor,),
             options=(
@@ -67,19 +72,36 @@ class GrpcServer:
         await self._server.start()
         return self.port
 
-    async def set_serving(self, serving: bool) -> None:
-        """What health checks answer, for the process ("") and for each service; watchers of it are told."""
+    @property
+    def num_open(self) -> int:
+        """Calls that brought work, and transfers of pages, that are not over."""
+        return self._interceptor.num_open
+
+    async def set_serving(self, serving: bool, *, refusal: Callable[[], PageferryError] | None = None) -> None:
+        """What health checks answer, for the process ("") and for each service; watchers of it are told.
+
+        `refusal` makes the error that new work gets from now on. Once the server drains, nothing changes any more.
+        """
+        if not self._draining:
+            await self._tell(serving, refusal)
+
+    async def _tell(self, serving: bool, refusal: Callable[[], PageferryError] | None) -> None:
+        self._interceptor.refusal = refusal
         for service in self._services:
             await self._health.set(service, _SERVING if serving else _NOT_SERVING)
 
     async def drain(self, grace_s: float) -> int:
-        """Refuse new work and let live work end; what still lives after `grace_s` ends with UNAVAILABLE.
+        """Refuse new work and let open calls end; what still lives after `grace_s` ends with UNAVAILABLE.
 
         Returns how many calls were ended. Calls that serve live work, such as pushes of pages, are still taken.
         """
-        await self.set_serving(False)
-        self._interceptor.draining = True
+        began = not self._draining
+        self._draining = True
+        if began:
+            await self._tell(False, _draining)
+            log("draining", grace_s=grace_s, open_calls=self.num_open)
         num_ended = await self._interceptor.wait_idle(grace_s)
+        await self._interceptor.wait_quiet(_QUIET_S, _LONGEST_QUIET_S)
         log("drained", grace_s=grace_s, ended_calls=num_ended)
         return num_ended
 
@@ -87,7 +109,12 @@ class GrpcServer:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._server.stop(None)
+        self._interceptor.end_all()
+        await self._server.stop(_FLUSH_S)
+
+
+def _draining() -> UnavailableError:
+    return UnavailableError("the server is draining", reason="DRAINING")
 
 
 def _why_not(host: str, port: int) -> str:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from pageferry.core.errors import ResourceExhaustedError
@@ -38,16 +38,10 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
     and the changes after it always fit. A watcher that reads too slowly is ended with an error, and starts over.
     """
 
-    def __init__(
-        self,
-        incarnation: bytes,
-        snapshot: Callable[[], worker_pb2.Snapshot],
-        drain: Callable[[float | None], Awaitable[int]],
-    ) -> None:
-        """`snapshot` gives all but the hashes; `drain` takes the seconds of grace (None: the worker's own setting)."""
+    def __init__(self, incarnation: bytes, snapshot: Callable[[], worker_pb2.Snapshot]) -> None:
+        """`snapshot` gives all but the hashes."""
         self._incarnation = incarnation
         self._snapshot = snapshot
-        self._drain = drain
         self._watchers: set[_Watcher] = set()
         self._cached: dict[bytes, None] = {}
         self.load: inference_pb2.WorkerLoad | None = None  # the newest
@@ -89,12 +83,6 @@ class WorkerHub(worker_pb2_grpc.WorkerServiceServicer):
                 yield worker_pb2.WatchResponse(incarnation=self._incarnation, sequence=sequence, **event)
         finally:
             self._watchers.discard(watcher)
-
-    async def Drain(  # noqa: N802 - named by the contract
-        self, request: worker_pb2.DrainRequest, context: Any
-    ) -> worker_pb2.DrainResponse:
-        grace_s = request.grace_ms / 1000 if request.HasField("grace_ms") else None
-        return worker_pb2.DrainResponse(aborted=await self._drain(grace_s))
 
     def _publish(self, **event: Any) -> None:
         for watcher in self._watchers:

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
@@ -20,8 +19,11 @@ from pageferry.core.model_config import ModelConfig
 from pageferry.core.page_io import PageSink, PageSource
 from pageferry.core.plan import Runner
 from pageferry.core.pools import PagePools
+from pageferry.runtime.admin import ADMIN_SERVICE, Admin
+from pageferry.runtime.background import in_background
 from pageferry.runtime.convert import layout_to_proto
-from pageferry.runtime.engine_thread import EngineThread, call_on_loop
+from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.health import keep_health_true
 from pageferry.runtime.logs import log
 from pageferry.runtime.malloc import keep_freed_memory
 from pageferry.runtime.metrics import WorkerMetrics
@@ -31,13 +33,14 @@ from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
 from pageferry.runtime.work_calls import WorkCalls, loading
 from pageferry.runtime.worker_hub import WorkerHub
+from pageferry.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE, Snapshot, WorkerRole
 from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
 INCARNATION_BYTES = 16
 _FAILED_CALLS_S = 1.0  # for calls to take the news that the engine failed
+_STOP_S = 5.0  # for the engine's thread to end its step, whose result nobody waits for any more
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
-T = TypeVar("T")
 Worker = TypeVar("Worker", bound=WorkCalls[Any, Any])
 
 
@@ -148,9 +151,14 @@ class WorkerMain(ABC, Generic[Worker]):
         """End what the calls that bring work have left; the last of them is over."""
 
     async def close(self) -> None:
-        """After the server's end, whether or not `load` is done."""
-        if self._loaded is not None:
-            await self._loaded.stop()
+        """After the server's end, whether or not `load` is done; an engine that does not end is left behind."""
+        if self._loaded is None:
+            return
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await self._loaded.stop()
+        except TimeoutError:
+            log("engine_left_behind", level="warning", waited_s=_STOP_S)
 
     @classmethod
     def run(cls) -> NoReturn:
@@ -191,8 +199,10 @@ async def _serve(
         return num_ended
 
     incarnation = secrets.token_bytes(INCARNATION_BYTES)
-    publisher = Publisher(WorkerHub(incarnation, main.snapshot, drain), WorkerMetrics())
+    publisher = Publisher(WorkerHub(incarnation, main.snapshot), WorkerMetrics())
+    publisher.metrics.follow_open_calls(lambda: server.num_open)
     server.add(add_WorkerServiceServicer_to_server, publisher.hub, "pageferry.v1.WorkerService")
+    server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: server.num_open), ADMIN_SERVICE)
     main.register(server)
     port = await server.start()
     if config.telemetry.metrics_port:
@@ -208,7 +218,11 @@ async def _serve(
     engine = await loading
     await server.set_serving(True)
     log("ready", host=config.server.host, port=port)
-    await _until_over(engine, stopping, drain)
+    watching = asyncio.create_task(keep_health_true(engine, server, publisher, config.server.stall_s))
+    try:
+        await _until_over(engine, stopping, drain)
+    finally:
+        watching.cancel()
 
 
 async def _until_over(
@@ -236,24 +250,3 @@ def advertised_host(server: ServerConfig) -> str:
         limit = f"must be the name or address by which peers reach this process, as server.host is {server.host}"
         raise invalid("server.advertised_host", server.advertised_host, limit)
     return server.host
-
-
-async def in_background(function: Callable[[], T]) -> T:
-    """Run a function that can't be interrupted, on a thread that doesn't keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: object) -> None:
-        if not result.done():
-            set_outcome(outcome)
-
-    def run() -> None:
-        try:
-            value = function()
-        except BaseException as error:
-            call_on_loop(loop, settle, result.set_exception, error)
-        else:
-            call_on_loop(loop, settle, result.set_result, value)
-
-    threading.Thread(target=run, name="loading", daemon=True).start()
-    return await result
