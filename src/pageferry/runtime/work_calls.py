@@ -28,13 +28,15 @@ Event = TypeVar("Event")
 class WorkCalls(ABC, Generic[Call, Event]):
     """The live calls of a worker, on the event loop, and the engine's thread that works for them."""
 
+    engine_type: type[EngineThread[Any]] = EngineThread  # another one where there is no thread, as in simulations
+
     def __init__(self, step: Stepper[Event], tracer: Tracer, publisher: Publisher, clock: Callable[[], float]) -> None:
         self._publisher = publisher
         self._clock = clock
         self._spans = PastSpans(tracer, clock)
         self._ids = LiveIds()
         self._calls: dict[Sequence, Call] = {}
-        self.engine = EngineThread(step, self._deliver, name="engine", clock=clock)
+        self.engine: EngineThread[Event] = self.engine_type(step, self._deliver, name="engine", clock=clock)
 
     @property
     def num_calls(self) -> int:

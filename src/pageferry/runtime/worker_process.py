@@ -117,10 +117,14 @@ class WorkerMain(ABC, Generic[Worker]):
         return self.ready
 
     async def load(self, parts: WorkerParts) -> EngineThread[Any]:
-        """Load the model, warm up, and let the services serve."""
-        scheduler = parts.config.scheduler
+        """Load the model, and let the services serve it."""
         with lasting_objects():
             engine = await in_background(lambda: self.load_engine(parts.config, _log_progress))
+        return await self.begin(engine, parts)
+
+    async def begin(self, engine: LoadedEngine, parts: WorkerParts) -> EngineThread[Any]:
+        """Warm up, and let the services serve."""
+        scheduler = parts.config.scheduler
         log("memory", pages=engine.num_pages, tails=engine.num_tails, bytes=engine.memory_report)
         limits = ModelLimits(engine.model_config.vocab_size, engine.model_config.max_positions)
         pools = PagePools(engine.layout, engine.num_pages, engine.num_tails)
