@@ -43,7 +43,7 @@ class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
         scheduler = PrefillScheduler(parts.config.scheduler, pools, engine.layout)
         step = PrefillStep(scheduler, pools, engine.runner, parts.clock)
         push_parts = PushParts(engine.pages, parts.executor, parts.config.handoff, parts.tracer)
-        channels = DecodeChannels(lambda endpoint: open_channel(endpoint, parts.tracer))
+        channels = DecodeChannels(lambda endpoint: open_channel(endpoint, parts.tracer, parts.certificates))
         return PrefillWorker(step, limits, push_parts, channels, parts.publisher, parts.clock)
 
     def chunk_tokens(self, config: Config) -> int:

@@ -1,8 +1,11 @@
 """`python -m pageferry.router --config FILE`: watches the workers, and serves gRPC and, with an http_port, HTTP."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
 
@@ -12,6 +15,7 @@ from pageferry.core.model_files import load_config_of, resolve_model, sampling_d
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.http import build_app, serve_http
+from pageferry.router.http_tls import HttpTls
 from pageferry.router.service import InferenceServicer
 from pageferry.router.tokenizer import load_tokenizer
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
@@ -19,8 +23,9 @@ from pageferry.runtime.channels import open_channel
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.process import lasting_objects, run_service
-from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.server import GrpcServer, ServerSecurity
 from pageferry.runtime.telemetry import configure_tracing
+from pageferry.runtime.tls import Certificates
 from pageferry.runtime.trace_store import TraceReceiver, TraceStore
 from pageferry.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pageferry.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
@@ -37,15 +42,17 @@ async def main(config: Config, stop: asyncio.Event) -> int:
         raise invalid("router.decode", config.router.decode, "must name at least one decode worker as host:port")
     metrics = RouterMetrics()
     traces = TraceStore(config.telemetry.max_traces)
-    tracing = configure_tracing("pageferry-router", config.telemetry, local_exporter=traces)
+    certificates = Certificates.of(config.security)
+    tracing = configure_tracing("pageferry-router", config.telemetry, certificates=certificates, local_exporter=traces)
+    telemetry = Telemetry(tracing.tracer, metrics, None if tracing.is_exported else traces)
     try:
-        await _serve(config, stop, Telemetry(tracing.tracer, metrics, None if tracing.is_exported else traces))
+        await _serve(config, stop, telemetry, certificates)
     finally:
         tracing.shutdown()
     return 0
 
 
-async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry) -> None:
+async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry, certificates: Certificates | None) -> None:
     files = resolve_model(config.engine.model)
     with lasting_objects():
         tokenizer = load_tokenizer(files)
@@ -54,13 +61,14 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry) -> N
     fleet = Fleet(
         config.router.prefill,
         config.router.decode,
-        lambda address: open_channel(address, telemetry.tracer),
+        lambda address: open_channel(address, telemetry.tracer, certificates),
         model=files.name,
     )
     frontend = Frontend(config, load_config_of(files), tokenizer, fleet, telemetry, sampling_defaults(files))
     server_config = replace(config.server, max_message_bytes=max(config.server.max_message_bytes, _MIN_MESSAGE_BYTES))
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(GrpcServer(server_config, telemetry.tracer))
+        security = ServerSecurity.of(config.security, certificates, for_clients=True)
+        server = await stack.enter_async_context(GrpcServer(server_config, telemetry.tracer, security))
 
         async def drain(grace_s: float | None) -> int:
             return await _drain(server, frontend, config.server.drain_grace_s if grace_s is None else grace_s)
@@ -77,13 +85,20 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry) -> N
         stack.push_async_callback(fleet.close)
         telemetry.metrics.follow_open_calls(lambda: frontend.num_live)
         if config.telemetry.metrics_port:
-            telemetry.metrics.serve(config.server.host, config.telemetry.metrics_port)
+            telemetry.metrics.serve(config.server.host, config.telemetry.metrics_port, certificates)
         log("listening", host=config.server.host, port=port, http_port=config.server.http_port, model=files.name)
-        await _run(config, stop, server, frontend, fleet, telemetry)
+        app = build_app(frontend, telemetry.metrics.registry, max_body_bytes=_MIN_MESSAGE_BYTES)
+        tls = HttpTls.of(config.security, certificates)
+        await _run(config, stop, server, frontend, fleet, partial(serve_http, app, tls=tls))
 
 
 async def _run(
-    config: Config, stop: asyncio.Event, server: GrpcServer, frontend: Frontend, fleet: Fleet, telemetry: Telemetry
+    config: Config,
+    stop: asyncio.Event,
+    server: GrpcServer,
+    frontend: Frontend,
+    fleet: Fleet,
+    http: Callable[[str, int, asyncio.Event], Coroutine[Any, Any, None]],
 ) -> None:
     """Until `stop`, then drain; a part that fails ends all."""
     http_stop = asyncio.Event()
@@ -91,8 +106,7 @@ async def _run(
         async with asyncio.TaskGroup() as parts:
             readiness = parts.create_task(_follow_readiness(server, frontend, fleet))
             if config.server.http_port:
-                app = build_app(frontend, telemetry.metrics.registry, max_body_bytes=_MIN_MESSAGE_BYTES)
-                parts.create_task(serve_http(app, config.server.host, config.server.http_port, http_stop))
+                parts.create_task(http(config.server.host, config.server.http_port, http_stop))
             fleet.start()
             await stop.wait()
             readiness.cancel()

@@ -26,6 +26,7 @@ from pageferry.core.errors import InternalError, NotFoundError, PageferryError, 
 from pageferry.router import openai_reply as reply
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
 from pageferry.router.http_generation import GenerationResponse, Generator, dump
+from pageferry.router.http_tls import HttpTls
 from pageferry.router.openai_request import ParsedRequest, parse_chat, parse_completion
 from pageferry.router.strict_json import refuse
 from pageferry.runtime.logs import log
@@ -61,6 +62,7 @@ async def serve_http(
     port: int,
     stop: asyncio.Event,
     *,
+    tls: HttpTls | None = None,
     grace_s: float = 30.0,
     on_bound: Callable[[int], None] = lambda port: None,
 ) -> None:
@@ -70,7 +72,7 @@ async def serve_http(
     """
     listener = _bind(host, port)
     on_bound(listener.getsockname()[1])
-    server = _Server(_uvicorn_config(app, grace_s))
+    server = _Server(_uvicorn_config(app, grace_s, tls))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -82,11 +84,12 @@ async def serve_http(
         listener.close()
 
 
-def _uvicorn_config(app: ASGIApp, grace_s: float) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, grace_s: float, tls: HttpTls | None) -> uvicorn.Config:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return uvicorn.Config(
         app,
-        http="h11",
+        http=tls.protocol() if tls is not None else "h11",
+        ssl_context_factory=(lambda *_: tls.context) if tls is not None else None,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -32,6 +32,8 @@ class FakeLaunch:
     scripts: dict[str, str] = field(default_factory=lambda: {"router": SERVICE, "decode-0": SERVICE})
     router: Config = field(default_factory=lambda: Config(server=ServerConfig(drain_grace_s=5)))
 
+    client_files: dict[str, str] = field(default_factory=dict)
+
     @property
     def workers(self) -> dict[str, str]:
         return {role: script for role, script in self.scripts.items() if role != "router"}

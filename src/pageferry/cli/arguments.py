@@ -6,11 +6,29 @@ from typing import cast
 from pageferry.client import Options
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+_FILES = (
+    ("--ca", "FILE", "PEM, who signs the router's certificate: encrypt the connection"),
+    ("--cert", "FILE", "PEM, the certificate to show, where the router wants one"),
+    ("--key", "FILE", "PEM, its key"),
+    ("--server-name", "NAME", "in the router's certificate; default: the host of its address"),
+)
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
     text = f"of the router; several with commas between them, or dns:///NAME:PORT; default {DEFAULT_ADDRESS}"
     parser.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=text)
+    add_files(parser)
+
+
+def add_files(parser: argparse._ActionsContainer) -> None:
+    """Of an encrypted connection; `files_of` finds what was given."""
+    for name, metavar, text in _FILES:
+        parser.add_argument(name, default="", metavar=metavar, help=text)
+
+
+def files_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """As the client library takes them."""
+    return {name: getattr(arguments, name) for name in ("ca", "cert", "key", "server_name")}
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pageferry.cli.arguments import DEFAULT_ADDRESS
+from pageferry.cli.arguments import DEFAULT_ADDRESS, files_of
 from pageferry.cli.bench_options import add_options, load_of
+from pageferry.client.connection import certificates
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, invalid
 
 if TYPE_CHECKING:  # loaded only for this command
@@ -122,6 +123,7 @@ def _target(arguments: argparse.Namespace, load: "Load") -> "Target":
         "model": arguments.model,
         "api_key": arguments.api_key,
         "temperature": load.temperature,
+        "certificates": certificates(**files_of(arguments)),
     }
     if arguments.url is None:
         from pageferry.loadgen.grpc_target import GrpcTarget

@@ -7,7 +7,7 @@ import sys
 
 from pageferry.cli import trace
 from pageferry.cli.generate import handoff_text, stream_answer
-from pageferry.cli.launch import plan
+from pageferry.cli.launch import Launch, plan
 from pageferry.cli.up import report_progress, started
 from pageferry.cli.waterfall import Node, trees
 from pageferry.client import Client, Options, Result
@@ -40,16 +40,16 @@ async def _demo(config: Config, question: str) -> int:
     print("starting a router, a prefill worker and a decode worker", flush=True)
     try:
         async with started(launch, report_progress, environment):
-            await _ask(launch.address, question)
+            await _ask(launch, question)
             print("stopping", flush=True)
     except asyncio.CancelledError:  # a signal
         return 130
     return 0
 
 
-async def _ask(address: str, question: str) -> None:
+async def _ask(launch: Launch, question: str) -> None:
     print(f"ready; asks:\n\n> {question}", flush=True)
-    async with Client(address) as client:
+    async with Client(launch.address, **launch.client_files) as client:
         result = await stream_answer(client, [{"role": "user", "content": question}], _GREEDY)
         data = await trace.whole_trace(client, result.trace_id)
     print()

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import socket
+import ssl
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +37,18 @@ class Launch:
     def http_url(self) -> str:
         """Empty where HTTP is off."""
         server = self.router.server
-        return f"http://{_reachable(server.host)}:{server.http_port}" if server.http_port else ""
+        scheme = "https" if self.router.security.cert_file else "http"
+        return f"{scheme}://{_reachable(server.host)}:{server.http_port}" if server.http_port else ""
+
+    @property
+    def client_files(self) -> dict[str, str]:
+        """What clients on this machine may show and trust, as the client library takes it: what the services do."""
+        security = self.router.security
+        if not security.cert_file:
+            return {}
+        trusted = security.ca_file or ssl.get_default_verify_paths().openssl_cafile
+        names = {"cert": security.cert_file, "key": security.key_file, "server_name": security.server_name}
+        return {"ca": trusted} | names
 
     def specs(self, directory: Path, environment: Mapping[str, str]) -> list[ChildSpec]:
         """Write each process's configuration into the directory; the router comes first."""
@@ -72,7 +84,7 @@ def plan(
     workers = {
         role: replace(
             base,
-            server=replace(server, host=_LOOPBACK, port=worker_port, http_port=0),
+            server=replace(server, host=_LOOPBACK, port=worker_port, http_port=0, health_port=0),
             engine=replace(base.engine, threads=threads, device=_device(base, role, devices or {})),
             telemetry=replace(base.telemetry, otlp_endpoint=endpoint, metrics_port=_metrics_port(base, index)),
         )

@@ -140,7 +140,7 @@ async def _until_ready(launch: Launch, supervisor: Supervisor) -> None:
 
 
 async def _all_ready(launch: Launch) -> None:
-    async with Client(launch.address) as client:
+    async with Client(launch.address, **launch.client_files) as client:
         while True:
             with contextlib.suppress(UnavailableError):
                 if _is_ready(await client.status(), len(launch.workers)):

@@ -8,6 +8,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from pageferry.client.connection import certificates
 from pageferry.client.request import Message, Options, Prompt, credentials, generate_request, tokenize_request
 from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
@@ -78,16 +79,29 @@ class Client:
     Several routers are named as "10.0.0.1:50051,10.0.0.2:50051", or as "dns:///name:50051" where a name stands for
     them: calls go to those that are ready, in turn, and one that a router could not begin is made again on another.
     The current OpenTelemetry span, if there is one, becomes the parent of the request's trace. Clients of one `api_key`
-    share cached prompts, with no others.
+    share cached prompts, with no others. With `ca`, a PEM file of who signs the router's certificate, the connection is
+    encrypted; `cert` and `key` are the client's own, where the router wants them. The files are read again when they
+    change. `server_name` is a name in the router's certificate, where that isn't the address's host.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, api_key: str = "") -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        api_key: str = "",
+        ca: str = "",
+        cert: str = "",
+        key: str = "",
+        server_name: str = "",
+    ) -> None:
+        """Raises InvalidArgumentError where a file can't be used."""
         self.address = address
         self._metadata = credentials(api_key)
+        self._certificates = certificates(ca, cert, key, server_name)
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = open_channel(self.address, trace.get_tracer("pageferry.client"))
+        self._channel = open_channel(self.address, trace.get_tracer("pageferry.client"), self._certificates)
         return self
 
     async def __aexit__(self, *_: object) -> None:

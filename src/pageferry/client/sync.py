@@ -6,6 +6,7 @@ from typing import Self, TypeVar, Unpack, cast
 import grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from pageferry.client.connection import certificates
 from pageferry.client.request import Message, Options, Prompt, credentials, generate_request, tokenize_request
 from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
@@ -13,6 +14,7 @@ from pageferry.runtime.channels import CHANNEL_OPTIONS
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.targets import parse_target
+from pageferry.runtime.tls import Certificates, channel_credentials, channel_options, check_name
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -67,14 +69,23 @@ class SyncClient:
     `with SyncClient(…) as client`.
 
     The current OpenTelemetry span, if there is one, becomes the parent of the request's trace. Clients of one `api_key`
-    share cached prompts, with no others.
+    share cached prompts, with no others. The files are as for `Client`, and are read once.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051", *, api_key: str = "") -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        *,
+        api_key: str = "",
+        ca: str = "",
+        cert: str = "",
+        key: str = "",
+        server_name: str = "",
+    ) -> None:
+        """Raises InvalidArgumentError where a file can't be used."""
         self.address = address
         self._metadata = credentials(api_key)
-        target = parse_target(address)
-        self._channel = grpc.insecure_channel(target.uri, options=(*CHANNEL_OPTIONS, *target.options))
+        self._channel = _open(address, certificates(ca, cert, key, server_name))
         self._stub = InferenceServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -115,6 +126,16 @@ class SyncClient:
         The router keeps traces only where no collector is configured. Workers' spans come up to a second late.
         """
         return TracesData.FromString(_reply(self._stub.GetTrace, pb.GetTraceRequest(id=trace_id)).traces_data)
+
+
+def _open(address: str, files: Certificates | None) -> grpc.Channel:
+    target = parse_target(address)
+    options = (*CHANNEL_OPTIONS, *target.options)
+    if files is None:
+        return grpc.insecure_channel(target.uri, options=options)
+    check_name(target, files.files)
+    options = (*options, *channel_options(files.files))
+    return grpc.secure_channel(target.uri, channel_credentials(files.now), options=options)
 
 
 def _reply(method: Callable[..., _Reply], request: object) -> _Reply:

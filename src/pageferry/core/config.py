@@ -10,6 +10,7 @@ from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import MAX_FRAME_BYTES
+from pageferry.core.security import SecurityConfig
 from pageferry.core.settings import Setting, convert, read_environment, read_file
 
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
@@ -175,32 +176,6 @@ class RouterConfig:
             local_prefill_tokens=(0, math.inf),
             max_prompt_bytes=(1, math.inf),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class SecurityConfig:
-    """Files are read again when they change; without a cert_file nothing is encrypted."""
-
-    cert_file: str = ""  # PEM, this service's certificate and what it is signed with
-    key_file: str = ""  # PEM, its key
-    ca_file: str = ""  # PEM, who signs peers' certificates; set: peers must show one
-    server_name: str = ""  # a name that all services' certificates have; empty: the host that is called
-    client_certs: bool = True  # router with a ca_file: whether clients must show a certificate, too
-    allowed_peers: tuple[str, ...] = ()  # SPIFFE ids of services that may call, a final * for any rest; empty: all
-    allowed_clients: tuple[str, ...] = ()  # router: those of clients
-    tenants_file: str = ""  # router: TOML, who may call with which API key, and how much; empty: all may
-
-    def __post_init__(self) -> None:
-        if bool(self.cert_file) != bool(self.key_file):
-            raise invalid("key_file", self.key_file, "must be set where cert_file is, and only there")
-        if self.ca_file and not self.cert_file:
-            raise invalid("ca_file", self.ca_file, "must be empty without a cert_file")
-        for name in ("allowed_peers", "allowed_clients"):
-            for spiffe_id in getattr(self, name):
-                if not spiffe_id.startswith("spiffe://") or "*" in spiffe_id[:-1]:
-                    raise invalid(name, spiffe_id, "must be spiffe://TRUST-DOMAIN/PATH, with a * at its end at most")
-            if getattr(self, name) and not self.ca_file:
-                raise invalid(name, getattr(self, name), "must be empty without a ca_file")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from pageferry.loadgen.result import Target as TargetInfo
 from pageferry.loadgen.target import Answer, Question, RequestFailedError, ServerLoad
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.tls import Certificates
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -24,13 +25,22 @@ _CHECK_TIMEOUT_S = 10
 class GrpcTarget:
     """One channel for all requests, as a client of many users has it."""
 
-    def __init__(self, address: str, *, model: str, api_key: str, temperature: float, chat: bool) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        model: str,
+        api_key: str,
+        temperature: float,
+        chat: bool,
+        certificates: Certificates | None = None,
+    ) -> None:
         self._address = address
         self._model = model
         self._metadata = credentials(api_key)
         self._temperature = temperature
         self._chat = chat
-        self._channel = open_channel(address, NoOpTracer())
+        self._channel = open_channel(address, NoOpTracer(), certificates)
         self._stub: InferenceServiceAsyncStub = InferenceServiceStub(self._channel)
 
     @property

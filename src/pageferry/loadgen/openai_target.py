@@ -10,6 +10,7 @@ import aiohttp
 from pageferry.core.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from pageferry.loadgen.result import Target as TargetInfo
 from pageferry.loadgen.target import Answer, Question, RequestFailedError, ServerLoad
+from pageferry.runtime.tls import Certificates
 
 _CHECK_TIMEOUT = aiohttp.ClientTimeout(total=10)
 _PROBE_TIMEOUT = aiohttp.ClientTimeout(total=120)
@@ -33,6 +34,7 @@ class OpenAiTarget:
         temperature: float,
         extra_body: Mapping[str, Any],
         keep_connections: bool = True,
+        certificates: Certificates | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._chat = chat
@@ -50,6 +52,8 @@ class OpenAiTarget:
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
         kept: dict[str, Any] = {"keepalive_timeout": _KEPT_S} if keep_connections else {"force_close": True}
+        if certificates is not None:
+            kept["ssl"] = certificates.for_http_client()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, **kept),
             headers=headers,

@@ -14,7 +14,9 @@ from opentelemetry.trace import SpanKind, Tracer
 
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.rpc_spans import client_span_name, end_span, inject_context, rpc_attributes
+from pageferry.runtime.secure_channel import SecureChannel
 from pageferry.runtime.targets import parse_target
+from pageferry.runtime.tls import Certificates, check_name
 
 # Both ends ping a silent connection this often, and servers tolerate pings three times as often: one that tolerated
 # fewer would close connections with too_many_pings. A peer that is gone is noticed within a hand-off's lease, 30 s.
@@ -40,15 +42,20 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
-def open_channel(address: str, tracer: Tracer) -> grpc.aio.Channel:
+def open_channel(address: str, tracer: Tracer, certificates: Certificates | None = None) -> grpc.aio.Channel:
     """A channel to host:port, or to several as `parse_target` reads them. The caller closes it.
+
+    Without certificates nothing is encrypted. With them, the server must show one that is signed by whom they trust.
 
     A call's span has the one current at the call as its parent, and ends with the call. A streaming call is cancelled
     once nothing refers to it, as when a loop over it is left.
     """
     target = parse_target(address)
     options = (*CHANNEL_OPTIONS, *target.options)
-    return _TracedChannel(grpc.aio.insecure_channel(target.uri, options=options), tracer)
+    if certificates is None:
+        return _TracedChannel(grpc.aio.insecure_channel(target.uri, options=options), tracer)
+    check_name(target, certificates.files)
+    return _TracedChannel(SecureChannel(target, options, certificates), tracer)
 
 
 class _TracedChannel(grpc.aio.Channel):

@@ -17,6 +17,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, Tracer
 
 from pageferry.core.errors import InternalError, InvalidArgumentError, PageferryError, UnavailableError
+from pageferry.runtime.access import Access
 from pageferry.runtime.errors import abort
 from pageferry.runtime.logs import log
 from pageferry.runtime.rpc_spans import PUSH_METHOD, end_span, extract_context, rpc_attributes, server_span_name
@@ -41,7 +42,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
     current inside it. When its call is cancelled, its `finally` blocks run before the span ends.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, access: Access | None = None) -> None:
+        self._access = access
         self.refusal: Callable[[], PageferryError] | None = None  # what calls that bring work are told, and no more
         self._tracer = tracer
         self._open: set[asyncio.Task[Any]] = set()
@@ -111,6 +113,8 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         """Run the handler; its errors end the call with their status."""
         error: PageferryError
         try:
+            if self._access is not None:
+                self._access.check(method, servicer_context)
             if self.refusal is not None and method in _WORK_METHODS:
                 self._last_refused = asyncio.get_running_loop().time()
                 raise self.refusal()

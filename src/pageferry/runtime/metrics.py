@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, start_http_server
 
+from pageferry.runtime.tls import Certificates
 from pageferry.v1.inference_pb2 import WorkerLoad
 
 # The largest finite bucket is above our longest deadline, the smallest below our fastest answer.
@@ -53,9 +55,19 @@ class Metrics:
         """The text format that Prometheus scrapes."""
         return generate_latest(self.registry)
 
-    def serve(self, host: str, port: int) -> None:
-        """Answer /metrics on its own port and thread until the process ends."""
-        start_http_server(port, host, self.registry)
+    def serve(self, host: str, port: int, certificates: Certificates | None = None) -> None:
+        """Answer /metrics on its own port and thread until the process ends; with certificates, as peers are."""
+        if certificates is None:
+            start_http_server(port, host, self.registry)
+            return
+        files = certificates.files
+        ca = files.ca or None
+        server, _ = start_http_server(
+            port, host, self.registry, files.cert, files.key, ca, client_auth_required=ca is not None
+        )
+        listener: Any = server.socket
+        listener.do_handshake_on_connect = False  # each connection's thread does: a silent one holds up no other
+        certificates.follow(listener.context)
 
 
 class RouterMetrics(Metrics):

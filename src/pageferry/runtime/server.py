@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
@@ -13,9 +14,12 @@ from opentelemetry.trace import Tracer
 
 from pageferry.core.config import ServerConfig
 from pageferry.core.errors import PageferryError, UnavailableError
+from pageferry.core.security import SecurityConfig
+from pageferry.runtime.access import Access
 from pageferry.runtime.channels import KEEPALIVE_OPTIONS, MIN_PING_INTERVAL_MS
 from pageferry.runtime.interceptors import ServerInterceptor
 from pageferry.runtime.logs import log
+from pageferry.runtime.tls import Certificates
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -28,23 +32,54 @@ _QUIET_S = 0.2
 _LONGEST_QUIET_S = 2.0
 
 
+# Of a call, over what is usual by far. Between the library's own two limits it refuses at random.
+_MAX_METADATA_BYTES = 16 * 2**10
+_BOUNDS = (
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+    ("grpc.so_reuseport", 0),
+)
+_MAX_HEALTH_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSecurity:
+    """What a server shows, and whom it lets in."""
+
+    credentials: grpc.ServerCredentials
+    access: Access | None  # None: all who get a connection
+
+    @classmethod
+    def of(
+        cls, security: SecurityConfig, certificates: Certificates | None, *, for_clients: bool = False
+    ) -> "ServerSecurity | None":
+        """None without certificates. `for_clients`: clients are served here, beside peers."""
+        if certificates is None:
+            return None
+        require = bool(security.ca_file) and (security.client_certs or not for_clients)
+        access = Access(security) if security.ca_file else None
+        return cls(certificates.for_server(require_clients=require), access)
+
+
 class GrpcServer:
     """Add servicers, then `start`; leaving the context ends every call. Not serving until told otherwise."""
 
-    def __init__(self, config: ServerConfig, tracer: Tracer) -> None:
+    def __init__(self, config: ServerConfig, tracer: Tracer, security: ServerSecurity | None = None) -> None:
         self.port = config.port
         self._config = config
-        self._interceptor = ServerInterceptor(tracer)
+        self._security = security
+        self._interceptor = ServerInterceptor(tracer, security.access if security is not None else None)
         self._health = health.aio.HealthServicer()
         self._services = [""]
         self._draining = False
+        self._health_server: grpc.aio.Server | None = None
         self._server = grpc.aio.server(
             interceptors=(self._interceptor,),
             options=(
                 *KEEPALIVE_OPTIONS,
                 ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.so_reuseport", 0),
+                *_BOUNDS,
                 ("grpc.server.max_pending_requests", _MAX_PENDING),
                 ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ),
@@ -61,16 +96,30 @@ class GrpcServer:
         reflected = [service for service in self._services if service]
         reflection.enable_server_reflection([*reflected, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self.set_serving(False)
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        address = f"{host}:{self._config.port}"
-        try:
-            self.port = self._server.add_insecure_port(address)
-        except RuntimeError:
-            reason = _why_not(self._config.host, self._config.port)
-            message = f"server.port: can't listen on {address}: {reason}"
-            raise UnavailableError(message, reason="CANNOT_LISTEN") from None
+        self.port = self._listen(self._server, "server.port", self._config.port, self._security)
+        await self._serve_health_alone()
         await self._server.start()
         return self.port
+
+    async def _serve_health_alone(self) -> None:
+        if not self._config.health_port:
+            return
+        options = (*_BOUNDS, ("grpc.max_receive_message_length", _MAX_HEALTH_BYTES))
+        server = self._health_server = grpc.aio.server(options=options)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        self._listen(server, "server.health_port", self._config.health_port, None)
+        await server.start()
+
+    def _listen(self, server: grpc.aio.Server, setting: str, port: int, security: ServerSecurity | None) -> int:
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        address = f"{host}:{port}"
+        try:
+            if security is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, security.credentials)
+        except RuntimeError:
+            message = f"{setting}: can't listen on {address}: {_why_not(self._config.host, port)}"
+            raise UnavailableError(message, reason="CANNOT_LISTEN") from None
 
     @property
     def num_open(self) -> int:
@@ -111,6 +160,8 @@ class GrpcServer:
     async def __aexit__(self, *_: object) -> None:
         self._interceptor.end_all()
         await self._server.stop(_FLUSH_S)
+        if self._health_server is not None:
+            await self._health_server.stop(None)
 
 
 def _draining() -> UnavailableError:

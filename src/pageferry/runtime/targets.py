@@ -44,6 +44,7 @@ class Target:
     """As the gRPC library names it, and the channel's options that come with it."""
 
     uri: str
+    has_name: bool = True  # one that servers' certificates may hold
     options: tuple[tuple[str, int | str], ...] = ()
 
 
@@ -53,7 +54,7 @@ def parse_target(text: str) -> Target:
     Several addresses get calls in turn, those alone that are SERVING. Raises InvalidArgumentError.
     """
     if text.startswith("dns:"):
-        return Target(text, _SEVERAL_OPTIONS)
+        return Target(text, options=_SEVERAL_OPTIONS)
     addresses = [address.strip() for address in text.split(",")]
     if len(addresses) == 1:
         return Target(text)
@@ -62,7 +63,7 @@ def parse_target(text: str) -> Target:
     if len(versions) > 1:
         raise invalid("address", text, "must not mix IPv4 and IPv6 addresses")
     joined = ",".join(f"[{host}]:{port}" if host.version == 6 else f"{host}:{port}" for host, port in hosts)
-    return Target(f"ipv{versions.pop()}:{joined}", _SEVERAL_OPTIONS)
+    return Target(f"ipv{versions.pop()}:{joined}", has_name=False, options=_SEVERAL_OPTIONS)
 
 
 def _split(address: str, text: str) -> tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]:

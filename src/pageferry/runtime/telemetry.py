@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -17,6 +17,7 @@ from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.config import TelemetryConfig
 from pageferry.runtime.logs import log
+from pageferry.runtime.tls import Certificates, Loaded, channel_credentials, channel_options
 
 EXPORT_DELAY_MS = 200
 EXPORT_TIMEOUT_S = 1.0
@@ -64,11 +65,17 @@ class _CountingProcessor(BatchSpanProcessor):
 class _CountingExporter(SpanExporter):
     """Knows how many spans were not sent, and logs when sending begins to fail and when it works again."""
 
-    def __init__(self, inner: SpanExporter, endpoint: str) -> None:
+    def __init__(
+        self, connect: Callable[[Loaded | None], SpanExporter], endpoint: str, tls: Certificates | None
+    ) -> None:
+        """`connect` makes an exporter that shows these certificates; another one each time they change."""
         self.endpoint = endpoint
         self.num_ended = 0
         self._num_sent = 0
-        self._inner = inner
+        self._connect = connect
+        self._tls = tls
+        self._shown = tls.now if tls is not None else None
+        self._inner = connect(self._shown)
         self._failing = False
 
     @property
@@ -77,6 +84,7 @@ class _CountingExporter(SpanExporter):
         return max(0, self.num_ended - self._num_sent)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._renew()
         result = self._inner.export(spans)
         failed = result is not SpanExportResult.SUCCESS
         self._num_sent += 0 if failed else len(spans)
@@ -88,6 +96,11 @@ class _CountingExporter(SpanExporter):
                 log("span_export_working", endpoint=self.endpoint)
         return result
 
+    def _renew(self) -> None:
+        if self._tls is not None and (loaded := self._tls.now) is not self._shown:
+            self._inner.shutdown()
+            self._shown, self._inner = loaded, self._connect(loaded)
+
     def shutdown(self) -> None:
         self._inner.shutdown()
 
@@ -96,9 +109,18 @@ class _CountingExporter(SpanExporter):
 
 
 def configure_tracing(
-    service_name: str, telemetry: TelemetryConfig, *, local_exporter: SpanExporter | None = None, instance_id: str = ""
+    service_name: str,
+    telemetry: TelemetryConfig,
+    *,
+    certificates: Certificates | None = None,
+    local_exporter: SpanExporter | None = None,
+    instance_id: str = "",
 ) -> Tracing:
-    """Spans go to OTEL_EXPORTER_OTLP_ENDPOINT, else the configured endpoint, else `local_exporter`, else nowhere."""
+    """Spans go to OTEL_EXPORTER_OTLP_ENDPOINT, else the configured endpoint, else `local_exporter`, else nowhere.
+
+    The configured one is called with the certificates, unless it is an http:// URL; that of the variable as the
+    OpenTelemetry variables beside it say.
+    """
     attributes: dict[str, AttributeValue] = {
         "service.name": service_name,
         "service.instance.id": instance_id or os.urandom(8).hex(),
@@ -106,20 +128,34 @@ def configure_tracing(
     resource = Resource.create(attributes)
     provider = TracerProvider(sampler=ParentBased(ALWAYS_ON), resource=resource, shutdown_on_exit=False)
     exporter = None
-    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "") or telemetry.otlp_endpoint
+    named = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT", "")
+    endpoint = named or telemetry.otlp_endpoint
     if endpoint:
-        exporter = _CountingExporter(_otlp_exporter(endpoint), endpoint)
+        exporter = _counting_exporter(endpoint, None if named else certificates)
         provider.add_span_processor(_CountingProcessor(exporter))
     elif local_exporter is not None:
         provider.add_span_processor(SimpleSpanProcessor(local_exporter))
     return Tracing(provider.get_tracer("pageferry"), provider, exporter)
 
 
-def _otlp_exporter(endpoint: str) -> SpanExporter:
+def _counting_exporter(endpoint: str, certificates: Certificates | None) -> _CountingExporter:
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    url = endpoint if "://" in endpoint else f"http://{endpoint}"
-    return OTLPSpanExporter(endpoint=url, insecure=not url.startswith("https://"), timeout=EXPORT_TIMEOUT_S)
+    scheme = "http" if certificates is None else "https"
+    url = endpoint if "://" in endpoint else f"{scheme}://{endpoint}"
+    if not url.startswith("https://"):
+        certificates = None
+
+    def connect(loaded: Loaded | None) -> SpanExporter:
+        return OTLPSpanExporter(
+            endpoint=url,
+            insecure=not url.startswith("https://"),
+            credentials=channel_credentials(loaded) if loaded is not None else None,
+            channel_options=(channel_options(certificates.files) or None) if certificates is not None else None,
+            timeout=EXPORT_TIMEOUT_S,
+        )
+
+    return _CountingExporter(connect, endpoint, certificates)
 
 
 def record_span(

@@ -29,8 +29,9 @@ from pageferry.runtime.malloc import keep_freed_memory
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.process import ENGINE_OPTIONS, lasting_objects, run_service
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.server import GrpcServer, ServerSecurity
 from pageferry.runtime.telemetry import configure_tracing
+from pageferry.runtime.tls import Certificates
 from pageferry.runtime.work_calls import WorkCalls, loading
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
@@ -54,6 +55,7 @@ class WorkerParts:
     tracer: Tracer
     publisher: Publisher
     executor: ThreadPoolExecutor  # the one transfer thread
+    certificates: Certificates | None = None
     clock: Callable[[], float] = time.monotonic
 
 
@@ -176,11 +178,13 @@ async def serve_worker(config: Config, stop: asyncio.Event, main: WorkerMain[Any
     """Run a worker until `stop`. Raises what keeps it from serving."""
     log("starting", config=config.describe())
     keep_freed_memory()
-    tracing = configure_tracing(f"pageferry-{main.name}", config.telemetry)
+    certificates = Certificates.of(config.security)
+    tracing = configure_tracing(f"pageferry-{main.name}", config.telemetry, certificates=certificates)
     executor = ThreadPoolExecutor(1, thread_name_prefix="transfer")
     try:
-        async with GrpcServer(config.server, tracing.tracer) as server:
-            await _serve(config, stop, main, server, tracing.tracer, executor)
+        security = ServerSecurity.of(config.security, certificates)
+        async with GrpcServer(config.server, tracing.tracer, security) as server:
+            await _serve(config, stop, main, server, tracing.tracer, executor, certificates)
     finally:
         await main.close()
         executor.shutdown(wait=False)
@@ -195,6 +199,7 @@ async def _serve(
     server: GrpcServer,
     tracer: Tracer,
     executor: ThreadPoolExecutor,
+    certificates: Certificates | None,
 ) -> None:
     async def drain(grace_s: float | None) -> int:
         publisher.hub.publish_draining()
@@ -210,9 +215,9 @@ async def _serve(
     main.register(server)
     port = await server.start()
     if config.telemetry.metrics_port:
-        publisher.metrics.serve(config.server.host, config.telemetry.metrics_port)
+        publisher.metrics.serve(config.server.host, config.telemetry.metrics_port, certificates)
     log("listening", host=config.server.host, port=port)
-    parts = WorkerParts(config, incarnation, port, tracer, publisher, executor)
+    parts = WorkerParts(config, incarnation, port, tracer, publisher, executor, certificates)
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.create_task(main.load(parts))
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)

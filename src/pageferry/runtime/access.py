@@ -1,0 +1,49 @@
+"""Which callers may call what, by the SPIFFE ids of the certificates that they have shown."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from pageferry.core.errors import PermissionDeniedError
+from pageferry.core.security import SecurityConfig, is_allowed
+
+_CLIENTS_SERVICE = "pageferry.v1.InferenceService"
+# Health and reflection are for all who get as far as here.
+_PEERS_SERVICES = {
+    "pageferry.v1.PrefillService",
+    "pageferry.v1.DecodeService",
+    "pageferry.v1.PageService",
+    "pageferry.v1.WorkerService",
+    "pageferry.v1.AdminService",
+    "opentelemetry.proto.collector.trace.v1.TraceService",
+}
+
+
+class Access:
+    """For servers that know who signs certificates; those have been verified when a call comes."""
+
+    def __init__(self, security: SecurityConfig) -> None:
+        self._peers = security.allowed_peers
+        self._clients = security.allowed_clients
+
+    def check(self, method: str, context: Any) -> None:
+        """Raises PermissionDeniedError; `method` is "package.Service/Method"."""
+        service = method.partition("/")[0]
+        if service in _PEERS_SERVICES:
+            certificate = context.auth_context()
+            if not certificate.get("x509_pem_cert"):
+                raise PermissionDeniedError(f"{service} is for callers with a certificate", reason="NO_CERTIFICATE")
+            check_ids(spiffe_ids(certificate), "allowed_peers", self._peers)
+        elif service == _CLIENTS_SERVICE and self._clients:
+            check_ids(spiffe_ids(context.auth_context()), "allowed_clients", self._clients)
+
+
+def spiffe_ids(certificate: Any) -> list[str]:
+    """Of a call's authentication context."""
+    return [spiffe_id.decode(errors="replace") for spiffe_id in certificate.get("peer_spiffe_id", ())]
+
+
+def check_ids(spiffe_ids: Iterable[str], setting: str, allowed: tuple[str, ...]) -> None:
+    """Raises PermissionDeniedError naming the setting and what it does not hold."""
+    if not is_allowed(ids := list(spiffe_ids), allowed):
+        named = ", ".join(ids) or "a certificate without a SPIFFE id"
+        raise PermissionDeniedError(f"{named} is not in security.{setting}", reason="NOT_ALLOWED")
