@@ -15,6 +15,7 @@ from spans import SpanLog
 
 from pageferry.core.config import ServerConfig
 from pageferry.core.errors import ResourceExhaustedError, UnavailableError
+from pageferry.runtime import server as server_module
 from pageferry.runtime.channels import KEEPALIVE_MS, MIN_PING_INTERVAL_MS
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
@@ -161,6 +162,53 @@ async def test_work_that_outlasts_the_grace_ends_with_unavailable() -> None:
         assert (type(error), error.reason) == (UnavailableError, "DRAINING")
         statuses = [(span.attributes or {})["rpc.response.status_code"] for span in await log.wait(2)]
         assert statuses == ["UNAVAILABLE", "UNAVAILABLE"]
+
+
+async def endless(request: Any, context: Any) -> Any:
+    tokens = decode_pb2.Tokens(tokens=[types_pb2.GeneratedToken(position=2**31, token_id=2**31)] * 1000)
+    while True:
+        yield decode_pb2.DecodeResponse(tokens=tokens)
+
+
+async def test_a_reader_that_stands_still_does_not_keep_a_server_from_ending() -> None:
+    async with loopback(NoOpTracer(), decode=endless) as (server, channel):
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        call = stub.Decode(decode_pb2.DecodeRequest())
+        await call.read()
+        async with asyncio.timeout(20):
+            assert await server.drain(0) == 1
+            await server.__aexit__(None, None, None)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert from_rpc_error(caught.value).reason == "DRAINING"
+
+
+async def test_streams_that_only_tell_end_with_a_status_that_says_why() -> None:
+    async with loopback(NoOpTracer()) as (server, channel):
+        watch = health_of(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        await server.drain(0)
+        await server.__aexit__(None, None, None)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch.read()
+        error = from_rpc_error(caught.value)
+        assert (type(error), error.reason) == (UnavailableError, "DRAINING")
+
+
+async def test_a_server_stays_for_a_while_after_it_has_refused_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that callers that have not heard of its end are told to go elsewhere, and none is cut off."""
+    monkeypatch.setattr(server_module, "_QUIET_S", 1.0)
+    async with loopback(NoOpTracer(), decode=one_message) as (server, channel):
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        loop = asyncio.get_running_loop()
+        draining = asyncio.create_task(server.drain(30))
+        await asyncio.sleep(0.3)
+        came = loop.time()
+        with pytest.raises(grpc.aio.AioRpcError, match="draining"):
+            await stub.Decode(decode_pb2.DecodeRequest()).read()
+        assert await draining == 0
+        assert loop.time() - came >= 1.0
 
 
 async def test_draining_goes_on_serving_other_calls() -> None:

@@ -10,9 +10,11 @@ from google.protobuf.wrappers_pb2 import StringValue
 from opentelemetry.trace import Tracer
 
 from pageferry.core.config import ServerConfig
+from pageferry.runtime.admin import ADMIN_SERVICE, Admin
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.server import GrpcServer
 from pageferry.v1 import decode_pb2_grpc
+from pageferry.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 
 Handler = Callable[[Any, Any], Any]
 
@@ -60,8 +62,14 @@ async def loopback(
     ask: Callable[[Any, Any], Awaitable[Any]] | None = None,
     config: ServerConfig | None = None,
 ) -> AsyncIterator[tuple[GrpcServer, grpc.aio.Channel]]:
-    """`ask` is a coroutine that takes and returns a StringValue."""
-    async with GrpcServer(config or ServerConfig(), tracer) as server:
+    """`ask` is a coroutine that takes and returns a StringValue. The server can be drained by RPC, too."""
+    config = config or ServerConfig()
+    async with GrpcServer(config, tracer) as server:
+
+        async def drain(grace_s: float | None) -> int:
+            return await server.drain(config.drain_grace_s if grace_s is None else grace_s)
+
+        server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: server.num_open), ADMIN_SERVICE)
         if decode:
             register = decode_pb2_grpc.add_DecodeServiceServicer_to_server
             server.add(register, FakeDecode(decode), "pageferry.v1.DecodeService")
