@@ -45,6 +45,7 @@ class Load:
     phase: str = "before"
     num_ok: Counter[str] = field(default_factory=Counter)  # by the phase in which the request began
     stop: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # a request has
 
     async def run(self, first: int) -> None:
         number, phase = first, ""
@@ -54,16 +55,19 @@ class Load:
                 tokens = await ask(self.client, number)
             except PageferryError as error:
                 self.failures.append(f"{phase}: {error.code} {error.reason}: {error.message}")
-                continue
+                self.ended.set()
+                return
             if tokens != self.expected[number]:
                 self.failures.append(f"{phase}: other tokens for prompt {number}: {tokens}")
             self.num_ok[phase] += 1
+            self.ended.set()
 
     async def more(self, num_requests: int) -> None:
         """Until so many requests of this phase have ended well."""
         async with asyncio.timeout(SETTLE_S):
             while self.num_ok[self.phase] < num_requests and not self.failures:
-                await asyncio.sleep(0.02)
+                self.ended.clear()
+                await self.ended.wait()
 
 
 @asynccontextmanager
