@@ -92,8 +92,8 @@ async def test_a_worker_with_a_frozen_engine_is_not_serving_and_says_so_to_route
                 assert await stalled(worker)
                 await wait_state(deployment, worker, "stale")
             break
-    else:
-        pytest.fail("it always held the lock")
+        else:
+            pytest.fail("it always held the lock")
     await wait_health(worker, "SERVING")
     await wait_state(deployment, worker, "ready")
     assert not await stalled(worker)
