@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from pageferry import __version__
-from pageferry.cli import bench, chat, demo, generate, status, trace, up
+from pageferry.cli import bench, chat, demo, drain, generate, status, trace, up
 from pageferry.core.errors import PageferryError, UnavailableError
 
 _INTERRUPTED = 130
@@ -17,6 +17,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "chat": (chat.add_command, "ask in a conversation"),
     "status": (status.add_command, "show workers, pages and queues"),
     "trace": (trace.add_command, "show a request's way as a waterfall"),
+    "drain": (drain.add_command, "take a router or worker out of work, and wait until nothing is open"),
     "bench": (bench.add_command, "put load on a server, this one or another, and measure it"),
     "demo": (demo.add_command, "start three processes, ask one question, show its trace"),
 }
@@ -57,11 +58,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _message(error: PageferryError, arguments: argparse.Namespace) -> str:
-    address = getattr(arguments, "address", "")
+    address, called = getattr(arguments, "address", ""), getattr(arguments, "called", "router")
     from_router = error.reason != error.code  # it names a reason, and may quote what it heard of a worker
     unreached = any(sign in error.message.lower() for sign in _UNREACHED)
     if address and isinstance(error, UnavailableError) and unreached and not from_router:
-        return f"no router answers at {address}; start one with `pageferry up`, or name another with --address"
+        return f"no {called} answers at {address}; start one with `pageferry up`, or name another with --address"
     return error.message
 
 
