@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, InvalidArgumentError, UnavailableError
 from pageferry.prefill_svc.__main__ import PrefillMain
+from pageferry.runtime import worker_process
 from pageferry.runtime.background import in_background
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.metrics import WorkerMetrics
@@ -154,6 +155,26 @@ async def test_an_engine_that_fails_ends_the_process_with_the_reason() -> None:
         process.main.engine.post(lambda: None)
         with pytest.raises(InternalError, match="MemoryError: no memory left"):
             await process.task
+
+
+async def test_a_frozen_engine_does_not_keep_the_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_process, "_STOP_S", 0.1)
+    main = PrefillMain()
+    release = threading.Event()
+    main._loaded = worker = FrozenWorker()  # type: ignore[assignment]
+    worker.engine.start()
+    worker.engine.post(release.wait)
+    await main.close()
+    release.set()
+    await worker.stop()
+
+
+class FrozenWorker:
+    def __init__(self) -> None:
+        self.engine: EngineThread[Any] = EngineThread(IdleStep(), lambda events: None, name="frozen-engine")
+
+    async def stop(self) -> None:
+        await self.engine.stop()
 
 
 async def test_what_runs_in_the_background_gives_its_result_or_its_error() -> None:

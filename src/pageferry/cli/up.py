@@ -7,12 +7,12 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pageferry.cli.launch import Launch, plan
+from pageferry.cli.run_directory import run_directory
 from pageferry.cli.supervisor import Report, Supervisor
 from pageferry.client import Client
 from pageferry.core.config import Config, ServerConfig, load_config
@@ -90,8 +90,8 @@ async def started(launch: Launch, report: Report, environment: Mapping[str, str]
 
     SIGTERM and the first Ctrl-C cancel the calling task, and so lead to the end; a second Ctrl-C kills.
     """
-    with tempfile.TemporaryDirectory(prefix="pageferry-") as directory:
-        specs = launch.specs(Path(directory), environment)
+    with run_directory() as directory:
+        specs = launch.specs(directory, environment)
         async with Supervisor(specs, report, grace_s=launch.router.server.drain_grace_s) as supervisor:
             _handle_signals(supervisor)
             await _until_ready(launch, supervisor)
