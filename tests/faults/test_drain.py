@@ -1,6 +1,7 @@
 """SIGTERM and drains by RPC amid streams: what is open goes on, nothing new is taken, and no stream is cut."""
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from answer import Answer
 from cluster import Stub, generate, greedy, wait_idle
@@ -131,7 +133,8 @@ async def on_its_way(stub: Stub) -> None:
     async with asyncio.timeout(30):
         while True:
             status = await stub.GetStatus(pb.GetStatusRequest())
-            if any(worker.load.tickets for worker in status.workers):
+            loads = {worker.role: worker.load for worker in status.workers}
+            if loads["prefill"].running and loads["decode"].tickets:
                 return
 
 
@@ -153,3 +156,35 @@ async def test_a_stream_longer_than_the_grace_ends_with_unavailable(deployment: 
         assert error.reason in ("DRAINING", "DRAINED", "NO_WORKER")
         assert service.is_alive, "a drain by RPC leaves the process's end to whoever runs it"
         assert await health(service) == "NOT_SERVING"
+
+
+async def test_http_streams_finish_too_and_one_longer_than_the_grace_ends_with_an_error_event(
+    deployment: Deployment,
+) -> None:
+    body = {"prompt": "drain", "stream": True, "temperature": 0, "ignore_eos": True}
+    async with one_restarted(deployment, "router") as router, httpx.AsyncClient(base_url=router.http) as client:
+        short, long = (events(client, body | {"max_tokens": number}) for number in (NUM_TOKENS, ENDLESS))
+        await anext(short)
+        await anext(long)
+        async with grpc.aio.insecure_channel(router.address) as channel:
+            admin: Any = AdminServiceStub(channel)
+            drain = admin.Drain(DrainRequest())
+            assert (await drain.read()).open_calls == 2
+            refused = await client.post("/v1/completions", json=body | {"stream": False})
+            assert refused.status_code == 503
+            assert [event async for event in short][-1] == "[DONE]"
+            ended = [message async for message in admin.Drain(DrainRequest(grace_ms=0))][-1]
+            assert ended.drained.ended_calls == 1
+        rest: list[str] = []
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):  # so that nobody takes it for whole
+            async for event in long:
+                rest.append(event)  # noqa: PERF401 - those before the error count
+        assert json.loads(rest[-1])["error"]["code"] == "drained"
+
+
+async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[str]:
+    async with client.stream("POST", "/v1/completions", json=body, timeout=90) as response:
+        assert response.status_code == 200
+        async for line in response.aiter_lines():
+            if line:
+                yield line.removeprefix("data: ")
