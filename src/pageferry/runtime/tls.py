@@ -3,6 +3,7 @@
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -31,12 +32,11 @@ class TlsFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What the files hold at one time: as it is, and as an HTTP server takes it."""
+    """What the files hold at one time."""
 
     cert: bytes | None
     key: bytes | None
     ca: bytes | None
-    context: ssl.SSLContext
 
 
 class Certificates:
@@ -88,7 +88,7 @@ class Certificates:
 
     def for_http(self, *, require_clients: bool) -> ssl.SSLContext:
         """A context for servers of HTTP, which shows each new connection what the files hold then."""
-        context = _load(self.files).context
+        context = _server_context(self.files)
         context.verify_mode = ssl.CERT_REQUIRED if require_clients else ssl.CERT_NONE
         self.follow(context)
         return context
@@ -102,9 +102,17 @@ class Certificates:
 
     def follow(self, context: ssl.SSLContext) -> None:
         """Let each new connection of a server's context have what the files hold then."""
+        shown, current = self.now, context
 
-        def choose(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-            connection.context = self.now.context
+        def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+            nonlocal shown, current
+            loaded = self.now
+            if loaded is not shown:
+                with suppress(PageferryError):  # they are just being changed again
+                    renewed = _server_context(self.files)
+                    renewed.verify_mode = context.verify_mode
+                    shown, current = loaded, renewed
+            connection.context = current
 
         context.sni_callback = choose
 
@@ -143,6 +151,11 @@ def _stamp(path: str) -> tuple[int, int, int] | None:
 def _load(files: TlsFiles) -> Loaded:
     """Raises InvalidArgumentError where a file can't be read, or key and certificate don't belong together."""
     cert, key, ca = (_read(path) if path else None for path in (files.cert, files.key, files.ca))
+    _server_context(files)
+    return Loaded(cert, key, ca)
+
+
+def _server_context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     if files.ca:
         try:
@@ -154,7 +167,7 @@ def _load(files: TlsFiles) -> Loaded:
             context.load_cert_chain(files.cert, files.key, password=lambda: "")
         except (OSError, ValueError) as error:
             raise _unusable(f"the certificate {files.cert} with the key {files.key}", error) from None
-    return Loaded(cert, key, ca, context)
+    return context
 
 
 def _read(path: str) -> bytes:
