@@ -13,6 +13,7 @@ from loopback import ask_stub, loopback
 from opentelemetry.trace import NoOpTracer
 from spans import SpanLog
 
+import pageferry.runtime.server as server_module
 from pageferry.core.config import ServerConfig
 from pageferry.core.errors import ResourceExhaustedError, UnavailableError
 from pageferry.runtime import server as server_module
@@ -83,6 +84,42 @@ async def test_a_message_over_the_limit_is_refused_with_our_limit() -> None:
         assert isinstance(error, ResourceExhaustedError)
         assert "4194304" in error.message
         assert await stub.Decode(decode_pb2.DecodeRequest()).read() == decode_pb2.DecodeResponse()
+
+
+async def test_metadata_over_the_limit_is_refused() -> None:
+    async with loopback(NoOpTracer(), decode=one_message) as (_, channel):
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+
+        async def ask(num_bytes: int) -> Any:
+            return await stub.Decode(decode_pb2.DecodeRequest(), metadata=(("x-much", "x" * num_bytes),)).read()
+
+        for num_bytes in (17_000, 1_000_000):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask(num_bytes)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await ask(15_000) == decode_pb2.DecodeResponse()
+
+
+@pytest.mark.parametrize("sent", [b"", b"PRI * HTTP/2.0"])
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(server_module, "HANDSHAKE_TIMEOUT_MS", 200)
+    async with loopback(NoOpTracer(), decode=one_message) as (server, channel):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(sent)
+        async with asyncio.timeout(20):
+            while await reader.read(4096):  # the server's own settings come first
+                pass
+        writer.close()
+        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        assert await stub.Decode(decode_pb2.DecodeRequest()).read() == decode_pb2.DecodeResponse()
+
+
+async def test_the_port_of_health_alone_is_an_error_where_it_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ServerConfig(health_port=taken.getsockname()[1])
+        async with GrpcServer(config, NoOpTracer()) as server:
+            with pytest.raises(UnavailableError, match=r"server\.health_port: can't listen on .*: the port is in use"):
+                await server.start()
 
 
 async def test_a_port_in_use_is_an_error_that_names_it() -> None:

@@ -34,11 +34,7 @@ _LONGEST_QUIET_S = 2.0
 
 # Of a call, over what is usual by far. Between the library's own two limits it refuses at random.
 _MAX_METADATA_BYTES = 16 * 2**10
-_BOUNDS = (
-    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-    ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-    ("grpc.so_reuseport", 0),
-)
+HANDSHAKE_TIMEOUT_MS = 10_000  # for a new connection to say what it is
 _MAX_HEALTH_BYTES = 4096
 
 
@@ -79,7 +75,7 @@ class GrpcServer:
                 *KEEPALIVE_OPTIONS,
                 ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
-                *_BOUNDS,
+                *_bounds(),
                 ("grpc.server.max_pending_requests", _MAX_PENDING),
                 ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ),
@@ -104,7 +100,7 @@ class GrpcServer:
     async def _serve_health_alone(self) -> None:
         if not self._config.health_port:
             return
-        options = (*_BOUNDS, ("grpc.max_receive_message_length", _MAX_HEALTH_BYTES))
+        options = (*_bounds(), ("grpc.max_receive_message_length", _MAX_HEALTH_BYTES))
         server = self._health_server = grpc.aio.server(options=options)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         self._listen(server, "server.health_port", self._config.health_port, None)
@@ -162,6 +158,16 @@ class GrpcServer:
         await self._server.stop(_FLUSH_S)
         if self._health_server is not None:
             await self._health_server.stop(None)
+
+
+def _bounds() -> tuple[tuple[str, int], ...]:
+    """What holds for every server."""
+    return (
+        ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.so_reuseport", 0),
+    )
 
 
 def _draining() -> UnavailableError:
