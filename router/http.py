@@ -21,6 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnavailableError
 from pageferry.router import openai_reply as reply
@@ -88,7 +89,7 @@ def _uvicorn_config(app: ASGIApp, grace_s: float, tls: HttpTls | None) -> uvicor
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return uvicorn.Config(
         app,
-        http=tls.protocol() if tls is not None else "h11",
+        http=tls.protocol(H11Protocol) if tls is not None else "h11",
         ssl_context_factory=(lambda *_: tls.context) if tls is not None else None,
         ws="none",
         lifespan="off",

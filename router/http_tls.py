@@ -31,12 +31,12 @@ class HttpTls:
         require_clients = bool(security.ca_file) and security.client_certs
         return cls(certificates.for_http(require_clients=require_clients), security.allowed_clients)
 
-    def protocol(self) -> type[H11Protocol]:
-        """uvicorn's, which answers all requests of a connection with 403 whose certificate isn't allowed."""
+    def protocol(self, base: type[H11Protocol]) -> type[H11Protocol]:
+        """One that answers all requests of a connection with 403 whose certificate isn't allowed."""
         allowed = self.allowed_clients
 
-        class Protocol(H11Protocol):
-            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        class Protocol(base):  # type: ignore[valid-type, misc]
+            def connection_made(self, transport: asyncio.Transport) -> None:
                 super().connection_made(transport)
                 try:
                     check_ids(_spiffe_ids(transport), "allowed_clients", allowed)

@@ -254,9 +254,16 @@ def test_up_and_the_commands_with_certificates(tiny_model: Path, tmp_path: Path)
             "bench", "--target", cluster.address, *files, "--tokenizer", str(tiny_model), "--requests=2"
         )
         assert benched.returncode == 0, benched.stderr
-        refused = pageferry("status", "--address", cluster.address)
-        assert refused.returncode == 1
-        assert "no router answers" in refused.stderr
+        for given, hint in (
+            ((), "want a certificate: --ca, --cert and --key"),
+            (files[:2], "want a certificate: --ca, --cert and --key"),
+            (("--ca", str(Authority(tmp_path, "stranger").cert)), "is not signed by whom --ca names"),
+            ((*files, "--server-name", "elsewhere.test"), "is for another name; see --server-name"),
+        ):
+            refused = pageferry("status", "--address", cluster.address, *given)
+            assert refused.returncode == 1
+            assert refused.stderr.startswith(f"error: no router answers at {cluster.address}: ")
+            assert hint in refused.stderr
         halved = pageferry("status", "--address", cluster.address, *files[:4])
         assert (halved.returncode, halved.stderr) == (
             1,

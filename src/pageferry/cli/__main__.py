@@ -11,6 +11,13 @@ from pageferry.core.errors import PageferryError, UnavailableError
 
 _INTERRUPTED = 130
 _UNREACHED = ("failed to connect", "dns resolution failed", "errors resolving")  # as the gRPC library says it
+# The same of connections that came about and could not be trusted, by one side or the other.
+_DISTRUSTED = {
+    "socket closed": "it ends the connection; it may be encrypted or want a certificate: --ca, --cert and --key",
+    "certificate_verify_failed": "its certificate is not signed by whom --ca names",
+    "hostname verification": "its certificate is for another name; see --server-name",
+    "wrong_version_number": "it is not encrypted; leave --ca out",
+}
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "up": (up.add_command, "start a router with prefill and decode workers on this machine"),
     "generate": (generate.add_command, "ask once"),
@@ -62,6 +69,9 @@ def _message(error: PageferryError, arguments: argparse.Namespace) -> str:
     from_router = error.reason != error.code  # it names a reason, and may quote what it heard of a worker
     unreached = any(sign in error.message.lower() for sign in _UNREACHED)
     if address and isinstance(error, UnavailableError) and unreached and not from_router:
+        for sign, hint in _DISTRUSTED.items():
+            if sign in error.message.lower():
+                return f"no {called} answers at {address}: {hint}"
         return f"no {called} answers at {address}; start one with `pageferry up`, or name another with --address"
     return error.message
 
