@@ -5,16 +5,20 @@ is over, is over at both workers: closing the stream of tokens ends both calls.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
 from pageferry.core.sender import hidden_share
 from pageferry.router.dispatch import Grant
 from pageferry.router.failures import (
+    DecodeLostError,
     PrefillFailedError,
     RefusedError,
     may_differ_elsewhere,
     means_broken,
+    means_draining,
+    means_gone,
     means_no_room,
 )
 from pageferry.router.feed import FedCall
@@ -50,6 +54,9 @@ class Attempt:
         """Calls are made inside `in_context()`, so that their spans have the right parent."""
         self.finish: types.FinishReason = types.FINISH_REASON_UNSPECIFIED
         self._grant = grant
+        workers = ((Role.PREFILL, grant.prefill), (Role.DECODE, grant.decode))
+        self._workers = {role: worker for role, worker in workers if worker is not None}
+        self._identities = {role: worker.view.identity for role, worker in self._workers.items()}
         self._source = grant.route.source
         self._work = work
         self._timeline = timeline
@@ -57,11 +64,14 @@ class Attempt:
         self._in_context = in_context
         self._calls: MergedCalls[Role] = MergedCalls()
         self._open: set[Role] = set()  # calls that have not ended
+        self._ended: set[Role] = set()
         self._awaited: set[Role] = set()  # calls that should still end by themselves, once `finish` is set
         self._patience_s: float | None = None  # for the next message
         self._clock = clock
         self._began = clock()
-        self._brings_first_token = timeline.first_token is None  # else its prefill is no part of the time to it
+        # What is measured of a try counts towards a token's time only where the try brings that token.
+        self._brings_first_token = timeline.first_token is None
+        self._brings_second_token = timeline.second_token is None
         self._fed: FedCall | None = None  # the decode call, where its worker's feed is live
         self._reserved = self._first_token_seen = self._shipped = False
         self._num_decoded = 0
@@ -70,8 +80,11 @@ class Attempt:
     async def tokens(self) -> AsyncGenerator[Tokens, None]:
         """Batches as they come; a token may come twice, once from each worker.
 
-        Raises RefusedError, PrefillFailedError, or the PageferryError that ends the request.
+        Raises RefusedError, WorkerFailedError, or the PageferryError that ends the request.
         """
+        relying = ExitStack()
+        for role, worker in self._workers.items():
+            relying.enter_context(worker.relied_on(partial(self._calls.fail, role)))
         try:
             if self._source is Source.PREFILL_ONLY:
                 self._call_prefill(None)
@@ -84,6 +97,7 @@ class Attempt:
                 elif tokens := self._take(item):
                     yield tokens
         finally:
+            relying.close()
             if self._fed is not None:
                 self._decode.feed.leave(self._fed)
             await self._calls.close()
@@ -112,18 +126,18 @@ class Attempt:
 
     @property
     def _prefill(self) -> Worker:
-        assert self._grant.prefill is not None, "the route has a prefill worker"
-        return self._grant.prefill
+        return self._workers[Role.PREFILL]
 
     @property
     def _decode(self) -> Worker:
-        assert self._grant.decode is not None, "the route has a decode worker"
-        return self._grant.decode
+        return self._workers[Role.DECODE]
 
     def _take(self, item: Item[Role]) -> Tokens:
         if item.message is None:
+            is_known = item.name in self._ended  # a worker that is given up may have a word of its own yet
             self._open.discard(item.name)
-            if not self.finish:
+            self._ended.add(item.name)
+            if not self.finish and not is_known:
                 self._on_prefill_end(item.error) if item.name is Role.PREFILL else self._on_decode_end(item.error)
             return ()
         if isinstance(item.message, decode_pb2.CallEvents):
@@ -173,7 +187,8 @@ class Attempt:
 
     def _on_tokens(self, tokens: Tokens) -> Tokens:
         self._num_decoded += len(tokens)
-        if self._failure is not None:  # the commit has come through, whatever became of the prefill worker
+        if self._failure is not None and Role.DECODE not in self._ended:
+            # The commit has come through, whatever became of the prefill worker.
             self._failure, self._patience_s = None, None
         return tokens
 
@@ -188,7 +203,8 @@ class Attempt:
 
     def _on_shipped(self, shipped: prefill_pb2.Shipped) -> None:
         self._shipped = True
-        self._timeline.parts.transfer_tail_ms = shipped.tail_ms
+        if self._brings_second_token:
+            self._timeline.parts.transfer_tail_ms = shipped.tail_ms
         pages = self._timeline.pages
         pages.shipped, pages.bytes = shipped.pages, shipped.bytes
         pages.hidden = hidden_share(shipped.tail_ms, shipped.in_flight_ms)
@@ -198,14 +214,14 @@ class Attempt:
         if self._source is Source.LOCAL:
             prefill_ms = max(0.0, completed.prefill_ms - completed.queue_ms)
             self._note_prefill(completed.queue_ms, prefill_ms, completed.cached_tokens)
-        else:
+        elif self._brings_second_token:
             timeline.parts.decode_queue_ms = completed.queue_ms
             timeline.first_step_ms = completed.first_step_ms
         self._finish(completed.reason, Role.PREFILL, Role.DECODE)
 
     def _note_prefill(self, queue_ms: float, prefill_ms: float, cached_tokens: int) -> None:
-        self._timeline.cached_tokens = cached_tokens
         if self._brings_first_token:
+            self._timeline.cached_tokens = cached_tokens
             self._timeline.parts.prefill_queue_ms, self._timeline.parts.prefill_ms = queue_ms, prefill_ms
 
     def _finish(self, reason: types.FinishReason, *awaited: Role) -> None:
@@ -217,7 +233,10 @@ class Attempt:
         if self.finish:
             self._awaited.clear()
         elif self._failure is not None:
-            raise PrefillFailedError(self._prefill, self._failure)
+            raise self._prefill_failed(self._failure)
+
+    def _prefill_failed(self, error: PageferryError) -> PrefillFailedError:
+        return PrefillFailedError(self._prefill, self._identities[Role.PREFILL], error)
 
     def _on_prefill_end(self, error: PageferryError | None) -> None:
         if error is None:
@@ -226,12 +245,12 @@ class Attempt:
             error = InternalError(f"prefill worker {self._prefill.address} ended its stream without a token")
         if self._num_decoded or self._shipped:
             return  # it has done all that it is for
-        if means_no_room(error) and not self._first_token_seen:
+        if (means_no_room(error) or means_draining(error)) and not self._first_token_seen:
             raise RefusedError(self._prefill, error)
         if not may_differ_elsewhere(error):
             raise error
         if not self._first_token_seen or self._failure is not None:
-            raise PrefillFailedError(self._prefill, error)
+            raise self._prefill_failed(error)
         # The commit may have come through all the same.
         self._failure, self._patience_s = error, COMMIT_S
 
@@ -242,9 +261,8 @@ class Attempt:
             raise RefusedError(self._decode, error)
         if not means_broken(error):
             raise error
-        if self._source is Source.LOCAL or self._num_decoded or self._shipped:
-            message = f"decode worker {self._decode.address} failed after {self._num_decoded} tokens: {error.message}"
-            raise UnavailableError(message, reason=error.reason, retry_after_ms=error.retry_after_ms)
+        if self._source is Source.LOCAL or self._num_decoded or self._shipped or means_gone(error):
+            raise DecodeLostError(self._decode, self._identities[Role.DECODE], error)
         if self._failure is not None or Role.PREFILL not in self._open:
-            raise PrefillFailedError(self._prefill, self._failure or error)
+            raise self._prefill_failed(self._failure or error)
         self._failure, self._patience_s = error, CAUSE_S

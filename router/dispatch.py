@@ -46,10 +46,19 @@ class Ask(Queued):
     token_ids: list[int]  # prompt, then what was generated before a retry
     demand: Demand
     cache_salt: str = ""
-    excluded: set[str] = field(default_factory=set)  # prefill workers that failed it
+    excluded: dict[str, bytes] = field(default_factory=dict)  # incarnations that failed it, by the worker's address
+    fingerprint: str = ""  # of the model that began the answer; empty: any will do
     hashes: dict[bytes, list[bytes]] = field(default_factory=dict)  # by layout, as far as computed
     granted: "asyncio.Future[Grant]" = field(init=False)  # once it is in the queue
     enqueued: float = 0.0
+
+    def has_model_of(self, worker: Worker) -> bool:
+        """Whether the worker's model is the one that began the answer, if one did."""
+        return self.fingerprint in ("", worker.view.identity.fingerprint)
+
+    def may_use(self, worker: Worker) -> bool:
+        """Whether the worker could go on with it, and has not failed it since it was started."""
+        return self.has_model_of(worker) and self.excluded.get(worker.address) != worker.view.incarnation
 
     def cached_tokens(self, worker: Worker) -> int:
         """How many of its tokens the worker has in its cache and would not compute, or be sent, again."""
@@ -151,6 +160,8 @@ class Dispatcher:
         if demand.num_left == 1 and not demand.local_only and self._prefills(ask):
             return None
         reason = self._fleet.why_hopeless()
+        if not reason and not self._hopeful_decodes(ask):
+            reason = "no decode worker has the model that the answer began with"
         return UnavailableError(reason, reason="NO_WORKER", retry_after_ms=RETRY_AFTER_MS) if reason else None
 
     def _late(self, ask: Ask) -> DeadlineExceededError:
@@ -159,11 +170,16 @@ class Dispatcher:
         return DeadlineExceededError(message, reason="DEADLINE_IN_QUEUE")
 
     def _prefills(self, ask: Ask) -> list[Worker]:
-        return [worker for worker in self._fleet.ready(Role.PREFILL) if worker.address not in ask.excluded]
+        return [worker for worker in self._fleet.ready(Role.PREFILL) if ask.may_use(worker)]
+
+    def _hopeful_decodes(self, ask: Ask) -> list[Worker]:
+        """One that failed the request is among them only where there is no other: its fault may have passed."""
+        able = [worker for worker in self._fleet.of(Role.DECODE) if worker.is_hopeful and ask.has_model_of(worker)]
+        return [worker for worker in able if ask.may_use(worker)] or able
 
     def _grant(self, ask: Ask) -> Grant | None:
         prefills = self._prefills(ask)
-        decodes = [worker for worker in self._fleet.ready(Role.DECODE) if not worker.view.refusing]
+        decodes = [worker for worker in self._hopeful_decodes(ask) if worker.is_ready and not worker.view.refusing]
         began = self._clock()
         route = choose(
             ask.demand,

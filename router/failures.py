@@ -11,9 +11,14 @@ from pageferry.core.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from pageferry.router.workers import Worker
+from pageferry.router.view import Identity
+from pageferry.router.workers import LOST, Worker
 
 _SAMPLING_FAILED = "SAMPLING_FAILED"  # the model's own doing: any other worker would compute the same
+_DRAINING = "DRAINING"
+# A call that ends so says that its worker is gone or leaves, and not what became of the request on it. The first three
+# are the transport's own.
+_GONE = ("UNAVAILABLE", "CANCELLED", "STREAM_BROKEN", "SUBSCRIPTION_ENDED", "ENGINE_FAILED", "ENGINE_STOPPED", LOST)
 
 
 class RefusedError(Exception):
@@ -22,20 +27,45 @@ class RefusedError(Exception):
     def __init__(self, worker: Worker, error: PageferryError) -> None:
         super().__init__(error.message)
         self.worker = worker
+        self.error = error
 
 
-class PrefillFailedError(Exception):
-    """The prompt's pages did not get to the decode worker; another try may succeed."""
+class WorkerFailedError(Exception):
+    """A worker failed the request; another try, on another one, may succeed."""
 
-    def __init__(self, worker: Worker, error: PageferryError) -> None:
+    def __init__(self, worker: Worker, identity: Identity, error: PageferryError) -> None:
+        """`identity` is the worker's when the try began."""
         super().__init__(error.message)
         self.worker = worker
+        self.identity = identity
         self.error = error
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it ended what it had since it drains, which is no failure."""
+        return means_draining(self.error)
+
+
+class PrefillFailedError(WorkerFailedError):
+    """The prompt's pages did not get to the decode worker."""
+
+
+class DecodeLostError(WorkerFailedError):
+    """The decode worker is gone, or leaves, and with it all that it had of the request."""
 
 
 def means_no_room(error: PageferryError) -> bool:
     """Whether a worker refuses for now. A live id is that of an earlier try, whose end is on its way."""
     return isinstance(error, ResourceExhaustedError | AlreadyExistsError)
+
+
+def means_draining(error: PageferryError) -> bool:
+    return isinstance(error, UnavailableError) and error.reason == _DRAINING
+
+
+def means_gone(error: PageferryError) -> bool:
+    """Whether the worker itself is gone or leaves, rather than what the request needed of another one."""
+    return isinstance(error, UnavailableError | CancelledError) and error.reason in (*_GONE, _DRAINING)
 
 
 def means_broken(error: PageferryError) -> bool:

@@ -88,7 +88,7 @@ class Feed:
 
     def open(self) -> None:
         """Begin a stream where there is none; idempotent."""
-        if self._reader is None or self._reader.done():
+        if self._reader is None or self._reader.done() or self._reader.cancelling():
             self._reader = asyncio.create_task(self._read())
 
     def join(self, take: Callable[[CallEvents], None]) -> FedCall | None:
@@ -105,6 +105,12 @@ class Feed:
     def leave(self, call: FedCall) -> None:
         """Nothing is taken any more."""
         del self._calls[call.number]
+
+    def give_up(self) -> None:
+        """End the stream, if there is one, and its calls: nothing more is expected of it."""
+        self._id = b""
+        if self._reader is not None:
+            self._reader.cancel()
 
     async def close(self) -> None:
         if self._reader is not None:
@@ -125,7 +131,9 @@ class Feed:
         except grpc.aio.AioRpcError:
             return  # it is opened again when the worker is heard of again
         finally:
-            self._id = b""
             stream.cancel()
+            if self._id == subscription:
+                self._id = b""
             for call in self._calls.values():
-                call.end()
+                if call.subscription == subscription:
+                    call.end()

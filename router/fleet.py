@@ -64,9 +64,8 @@ class Fleet:
 
     def why_hopeless(self) -> str:
         """Why no decode worker can serve, nor is about to be able to; empty where one can or is."""
-        hopeful = (WorkerState.READY, WorkerState.STALE)
         decodes = self.of(Role.DECODE)
-        if any(worker.state in hopeful for worker in decodes):
+        if any(worker.is_hopeful for worker in decodes):
             return ""
         states = "; ".join(f"{worker.address} is {worker.state.value} ({worker.reason})" for worker in decodes)
         return f"no decode worker is ready: {states or 'none is configured'}"

@@ -72,7 +72,13 @@ class Frontend:
         settings = Settings(config.router.local_prefill_tokens, config.scheduler.headroom_pages)
         self._dispatcher = Dispatcher(fleet, settings, max_queue=config.router.max_queue, clock=clock)
         self._serving = Serving(
-            fleet, self._dispatcher, telemetry.metrics, telemetry.tracer, clock, config.router.prefill_retries
+            fleet,
+            self._dispatcher,
+            telemetry.metrics,
+            telemetry.tracer,
+            clock,
+            prefill_retries=config.router.prefill_retries,
+            resumes=config.router.resumes,
         )
         self._admission = Admission(
             model.name,

@@ -58,6 +58,10 @@ class MergedCalls(Generic[_Name]):
         else:
             self._put(Item(name, message))
 
+    def fail(self, name: _Name, error: PageferryError) -> None:
+        """End the named call behind what it has brought so far, without a word of its own."""
+        self._put(Item(name, error=error))
+
     async def get(self, timeout_s: float | None) -> Item[_Name] | None:
         """The next item; None where none came in time."""
         if timeout_s is None:

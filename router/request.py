@@ -10,18 +10,17 @@ from opentelemetry.trace import Tracer, get_current_span, use_span
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
-from pageferry.core.sequence import WorkItem
+from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.router.admission import Admitted
 from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Ask, Dispatcher, Grant
-from pageferry.router.failures import PrefillFailedError, RefusedError
+from pageferry.router.failures import DecodeLostError, PrefillFailedError, RefusedError
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Demand
+from pageferry.router.recovery import Recovery
 from pageferry.router.request_span import Timeline
-from pageferry.router.workers import Role
-from pageferry.runtime.convert import work_to_proto
-from pageferry.runtime.logs import log
+from pageferry.runtime.convert import finish_to_proto, work_to_proto
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.telemetry import record_span
 from pageferry.v1 import inference_pb2 as pb
@@ -40,6 +39,7 @@ class Serving:
     tracer: Tracer
     clock: Callable[[], float]
     prefill_retries: int
+    resumes: int
 
 
 class Generation:
@@ -60,8 +60,8 @@ class Generation:
         self._wall_offset_ns = time.time_ns() - round(serving.clock() * 1e9)
         self._output_ids: list[int] = []
         self._num_tries = 0
-        self._retries_left = serving.prefill_retries
-        self._failure: PrefillFailedError | None = None  # the last one
+        self._recovery = Recovery(serving.fleet, serving.metrics, admitted.request_id, self._span)
+        self._error: PageferryError | None = None  # that was given to `end`
         self._ask: Ask | None = None
         self._current: Attempt | None = None
 
@@ -103,15 +103,16 @@ class Generation:
 
     def end(self, error: PageferryError) -> None:
         """Make `events` raise the error at the next chance."""
+        self._error = error
         if self._ask is not None:
             self._serving.dispatcher.fail(self._ask, error)
         if self._current is not None:
             self._current.end(error)
 
-    def _demand(self, *, local_only: bool = False) -> Demand:
+    def _demand(self) -> Demand:
         num_left = self._admitted.stop.max_tokens - len(self._output_ids)
         num_tokens = len(self._admitted.prompt_ids) + len(self._output_ids)
-        return Demand(num_tokens, num_left, local_only)
+        return Demand(num_tokens, num_left, self._recovery.local_only)
 
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens
@@ -131,6 +132,8 @@ class Generation:
         """New tokens in order, each once, over as many tries as it takes and is allowed."""
         while True:
             attempt = self._current = self._attempt(await self._granted(ask), ask.deadline)
+            if self._error is not None:  # it came after the grant
+                attempt.end(self._error)
             try:
                 async with aclosing(attempt.tokens()) as batches:
                     async for batch in batches:
@@ -140,13 +143,35 @@ class Generation:
                 self.finish = attempt.finish
                 return
             except RefusedError as refusal:
-                refusal.worker.view.refusing = True
-                self._span.add_event("pageferry.refused", {"worker": refusal.worker.address, "reason": str(refusal)})
+                self._recovery.refused(refusal)
             except PrefillFailedError as failure:
-                self._plan_retry(failure, ask)
+                self._recovery.prefill_failed(
+                    failure, ask, num_tokens=len(self._output_ids), retries=self._serving.prefill_retries
+                )
+            except DecodeLostError as loss:
+                if self._is_complete(loss):
+                    return
+                self._recovery.decode_lost(loss, ask, num_tokens=len(self._output_ids), resumes=self._serving.resumes)
             except (UnavailableError, InternalError) as error:
-                raise self._with_cause(error) from error
-            self._serving.dispatcher.put_back(ask)
+                raise self._recovery.with_cause(error) from error
+            self._ask_again(ask)
+
+    def _is_complete(self, loss: DecodeLostError) -> bool:
+        """Whether all tokens had come, and the word that these were all had not."""
+        reason = Sequence(self._work(), 0.0).finish_reason()
+        if reason is None:
+            return False
+        self.finish = finish_to_proto(reason)
+        self._recovery.was_complete(loss, len(self._output_ids))
+        return True
+
+    def _ask_again(self, ask: Ask) -> None:
+        """Let it wait in its old place, for what is left to do."""
+        if self._error is not None:
+            raise self._error
+        ask.demand = self._demand()
+        ask.token_ids = [*self._admitted.prompt_ids, *self._output_ids]
+        self._serving.dispatcher.put_back(ask)
 
     async def _granted(self, ask: Ask) -> Grant:
         """Wait in the queue; the wait and the choice become spans."""
@@ -155,7 +180,7 @@ class Generation:
         try:
             grant = await self._serving.dispatcher.wait(ask)
         except UnavailableError as error:
-            raise self._with_cause(error) from error
+            raise self._recovery.with_cause(error) from error
         finally:
             self._record("queue", enqueued, grant.began if grant is not None else self._clock(), {})
         if self._timeline.first_token is None:
@@ -171,10 +196,22 @@ class Generation:
 
     def _attempt(self, grant: Grant, deadline: float | None) -> Attempt:
         self._num_tries += 1
+        timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
+        return Attempt(
+            grant,
+            work_to_proto(self._work()),
+            self._timeline,
+            clock=self._clock,
+            timeout_s=timeout_s,
+            in_context=self._in_context,
+        )
+
+    def _work(self) -> WorkItem:
+        """What is left to do, as a worker takes it."""
         admitted = self._admitted
         # A worker may still be ending the try before, under the id that it had.
         suffix = f".{self._num_tries}" if self._num_tries > 1 else ""
-        work = WorkItem(
+        return WorkItem(
             request_id=admitted.request_id + suffix,
             prompt_ids=admitted.prompt_ids,
             output_ids=tuple(self._output_ids),
@@ -182,15 +219,6 @@ class Generation:
             stop=admitted.stop,
             priority=admitted.priority,
             cache_salt=admitted.cache_salt,
-        )
-        timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
-        return Attempt(
-            grant,
-            work_to_proto(work),
-            self._timeline,
-            clock=self._clock,
-            timeout_s=timeout_s,
-            in_context=self._in_context,
         )
 
     def _in_context(self) -> AbstractContextManager[object]:
@@ -211,35 +239,3 @@ class Generation:
             else:
                 self._serving.metrics.itl_s.observe(gap_s)
         return fresh
-
-    def _plan_retry(self, failure: PrefillFailedError, ask: Ask) -> None:
-        """Another prefill worker, else the decode worker alone, else the end with UnavailableError."""
-        self._failure = failure
-        ask.excluded.add(failure.worker.address)
-        others = [w for w in self._serving.fleet.ready(Role.PREFILL) if w.address not in ask.excluded]
-        if self._retries_left and others:
-            self._retries_left -= 1
-            step, local_only = "other_prefill", False
-        else:
-            step, local_only = "local", True
-        ask.demand = self._demand(local_only=local_only)
-        ask.token_ids = [*self._admitted.prompt_ids, *self._output_ids]
-        self._serving.metrics.count_prefill_failure(step)
-        facts = {
-            "worker": failure.worker.address,
-            "code": failure.error.code,
-            "reason": failure.error.reason,
-            "next": step,
-        }
-        self._span.add_event("pageferry.prefill_failed", facts)
-        self._span.set_attribute("pageferry.fallback", step)
-        log("prefill_failed", level="warning", request_id=self._admitted.request_id, failure=facts)
-
-    def _with_cause(self, error: PageferryError) -> PageferryError:
-        """The error, and why the prefill worker failed before it."""
-        if self._failure is None:
-            return error
-        cause = self._failure.error
-        message = f"prefill worker {self._failure.worker.address} failed: {cause.message}; then {error.message}"
-        reason = cause.reason if isinstance(error, UnavailableError) else error.reason
-        return type(error)(message, reason=reason, retry_after_ms=error.retry_after_ms)

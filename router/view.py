@@ -15,6 +15,14 @@ class WatchGapError(Exception):
     """A message is missing: the view is stale until a new Watch starts over."""
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which process a worker is, and which model it holds; empty before it was seen."""
+
+    incarnation: bytes = b""
+    fingerprint: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class Dispatched:
     """Work sent to a worker. Once accepted it is in the worker's next load report; before, only we know of it."""
@@ -37,6 +45,10 @@ class WorkerView:
         self._next_sequence = 1
         self._cached: set[bytes] = set()
         self._dispatched: dict[Dispatched, None] = {}
+
+    @property
+    def identity(self) -> Identity:
+        return Identity(self.incarnation, self.layout.fingerprint if self.layout is not None else "")
 
     def start_over(self) -> None:
         """A new Watch stream begins: its first message must be a snapshot."""
@@ -122,6 +134,11 @@ class WorkerView:
     def has_subscriptions(self) -> bool:
         """Whether what all calls to it generate can come in one stream."""
         return self.snapshot is not None and self.snapshot.subscriptions
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether its engine has work and makes no progress."""
+        return bool(getattr(self.load, "stalled", False))
 
     @property
     def num_cached_pages(self) -> int:

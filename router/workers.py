@@ -1,13 +1,14 @@
 """One worker as the router sees it: reached over its channel, followed by its Watch stream."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import grpc
 
-from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.errors import InvalidArgumentError, PageferryError, UnavailableError
 from pageferry.router.feed import Feed
 from pageferry.router.view import WatchGapError, WorkerView
 from pageferry.runtime.convert import layout_to_proto
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # they are known to type checkers only
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 0.2  # a worker that has loaded its model is not to wait for the router
+LOST = "WORKER_LOST"  # the reason of a call's end where the router has given its worker up
+_STALLED = "its engine makes no progress"
 
 
 class Role(Enum):
@@ -58,6 +61,7 @@ class Worker:
         self._model = model
         self._link = WorkerState.WARMING  # READY while the stream is good
         self._link_reason = "not reached yet"
+        self._relying: set[Callable[[PageferryError], None]] = set()
 
     @property
     def state(self) -> WorkerState:
@@ -65,6 +69,8 @@ class Worker:
             return self._link
         if self.misfit:
             return WorkerState.REFUSED
+        if self.view.is_stalled:
+            return WorkerState.STALE
         return WorkerState.DRAINING if self.view.draining else WorkerState.READY
 
     @property
@@ -72,11 +78,30 @@ class Worker:
         """Why it is not ready."""
         if self._link is not WorkerState.READY:
             return self._link_reason
-        return self.misfit or ("it takes no more work" if self.view.draining else "")
+        if self.misfit or self.view.is_stalled:
+            return self.misfit or _STALLED
+        return "it takes no more work" if self.view.draining else ""
 
     @property
     def is_ready(self) -> bool:
         return self.state is WorkerState.READY
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether it is ready, or may be so again in a moment."""
+        return self.is_ready or self._link is WorkerState.STALE
+
+    @contextmanager
+    def relied_on(self, on_lost: Callable[[PageferryError], None]) -> Iterator[None]:
+        """Inside, `on_lost` is called, perhaps more than once, when the process that works here is given up.
+
+        Calls to a worker that is frozen, or out of reach, would go on until TCP notices.
+        """
+        self._relying.add(on_lost)
+        try:
+            yield
+        finally:
+            self._relying.discard(on_lost)
 
     def own_misfit(self) -> str:
         """What is wrong with the worker alone, whoever it should work with."""
@@ -122,9 +147,13 @@ class Worker:
                 never_seen = self.view.snapshot is None
                 link = WorkerState.WARMING if never_seen else WorkerState.DOWN
                 reason = from_rpc_error(error).message
-            if self._link is WorkerState.READY:
-                pause_s = _FIRST_PAUSE_S
+            was_heard = self._link is WorkerState.READY
             self._set_link(link, reason)
+            if was_heard:
+                pause_s = _FIRST_PAUSE_S
+            else:  # a stream may break, or have a gap, while calls go on; where no other can be had, they won't
+                self.feed.give_up()
+                self._lose(reason)
             on_change()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -139,7 +168,13 @@ class Worker:
                     message = await call.read()
                 if message is grpc.aio.EOF:
                     return
+                before = self.view.incarnation
                 self.view.apply(message)  # type: ignore[arg-type]
+                if before and before != self.view.incarnation:
+                    self.feed.give_up()
+                    self._lose("another process has taken its place")
+                elif self.view.is_stalled:
+                    self._lose(_STALLED)
                 self._set_link(WorkerState.READY, "")
                 if self.view.has_subscriptions:
                     self.feed.open()
@@ -152,6 +187,12 @@ class Worker:
             event = "worker_connected" if link is WorkerState.READY else "worker_lost"
             log(event, role=self.role.value, address=self.address, state=link.value, reason=reason)
         self._link, self._link_reason = link, reason
+
+    def _lose(self, reason: str) -> None:
+        if self._relying:
+            log("worker_given_up", level="warning", address=self.address, reason=reason, requests=len(self._relying))
+        for on_lost in [*self._relying]:
+            on_lost(UnavailableError(f"{self.role.value} worker {self.address} is lost: {reason}", reason=LOST))
 
     async def close(self) -> None:
         await self.feed.close()

@@ -316,8 +316,8 @@ async def test_what_the_request_itself_is_to_blame_for_is_not_tried_again(rig: M
         await router.check_idle()
 
 
-async def test_a_decode_worker_lost_in_mid_stream_is_an_error(rig: Make) -> None:
-    async with rig() as router:
+async def test_without_resumes_a_decode_worker_lost_in_mid_stream_is_an_error(rig: Make) -> None:
+    async with rig(router=RouterConfig(resumes=0, local_prefill_tokens=0)) as router:
         router.decode.fail_at = {3: UnavailableError("killed")}
         tokens = []
         with pytest.raises(UnavailableError, match="failed after 3 tokens: killed"):
@@ -326,6 +326,7 @@ async def test_a_decode_worker_lost_in_mid_stream_is_an_error(rig: Make) -> None
         assert tokens == TOKENS[:3]
         assert router.decode.sources == [PUSHED]
         assert router.value("pageferry_requests_total", outcome="unavailable") == 1
+        assert router.value("pageferry_resumes_total", outcome="given_up") == 1
         await router.check_idle()
 
 

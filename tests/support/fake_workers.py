@@ -83,6 +83,8 @@ class FakeWorker:
         self.num_live = 0
         self.num_cancelled = 0
         self.ended = asyncio.Event()
+        self.awake = asyncio.Event()  # not set: it says nothing, as one that is frozen or out of reach
+        self.awake.set()
         self.restart()
 
     def restart(self) -> None:
@@ -111,6 +113,7 @@ class FakeWorker:
         try:
             async with aclosing(events):
                 async for event in events:
+                    await self.awake.wait()
                     yield event
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += 1
@@ -195,6 +198,7 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
             yield decode_pb2.SubscribeResponse()
             while (events := await feed.get()) is not None:
                 await self.feed.wait()
+                await self.awake.wait()
                 if self.feed_failure is not None:
                     raise self.feed_failure
                 self.num_fed += 1
@@ -276,6 +280,7 @@ class Rig:
     prefill_layout: CacheLayout = LAYOUT
     wait_ready: bool = True
     clock: Callable[[], float] = time.monotonic
+    silence_s: float = 5
     subscriptions: bool = True  # decode workers tell of all calls in one stream
     tickets: dict[bytes, Any] = field(default_factory=dict)
 
@@ -297,7 +302,11 @@ class Rig:
         files = resolve_model(self.model_dir)
         self.tokenizer = load_tokenizer(files)
         self.fleet = Fleet(
-            router.prefill, router.decode, lambda address: open_channel(address, tracer), model=MODEL, silence_s=5
+            router.prefill,
+            router.decode,
+            lambda address: open_channel(address, tracer),
+            model=MODEL,
+            silence_s=self.silence_s,
         )
         self.metrics = RouterMetrics()
         self.frontend = Frontend(
@@ -401,4 +410,5 @@ class _Watched:
     async def Watch(self, request: worker_pb2.WatchRequest, context: Any) -> AsyncIterator[worker_pb2.WatchResponse]:
         async with aclosing(self._worker.hub.Watch(request, context)) as events:
             async for event in events:
+                await self._worker.awake.wait()
                 yield event

@@ -25,6 +25,9 @@ OUTCOMES = (
     "other",
 )
 RETRY_STEPS = ("other_prefill", "local")  # what follows a failed prefill: another worker, or the decode worker alone
+# What follows the loss of a decode worker: another one goes on, the same since the worker drained, nothing since all
+# tokens were there, or UNAVAILABLE.
+RESUME_OUTCOMES = ("resumed", "moved", "complete", "given_up")
 
 
 class Metrics:
@@ -81,11 +84,18 @@ class RouterMetrics(Metrics):
         self.request_s = histogram("pageferry_request_seconds", "Arrival to last token.", buckets=_REQUEST_S)
         text = "Prefills that failed, by what was tried next."
         self._prefill_failures = Counter("pageferry_prefill_failures", text, ("next",), registry=self.registry)
+        text = "Requests whose decode worker was lost, by what followed."
+        self._resumes = Counter("pageferry_resumes", text, ("outcome",), registry=self.registry)
 
     def count_prefill_failure(self, next_step: str) -> None:
         """`next_step` is one of RETRY_STEPS."""
         assert next_step in RETRY_STEPS, next_step
         self._prefill_failures.labels(next_step).inc()
+
+    def count_resume(self, outcome: str) -> None:
+        """`outcome` is one of RESUME_OUTCOMES."""
+        assert outcome in RESUME_OUTCOMES, outcome
+        self._resumes.labels(outcome).inc()
 
 
 class WorkerMetrics(Metrics):
