@@ -34,8 +34,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     *KEEPALIVE_OPTIONS,
     # A worker that comes back on its address is found again within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # For all its name, how long an attempt to connect may take: a busy machine needs more than a second at times.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.enable_http_proxy", 0),
     # Two clients in one process don't share a connection, nor its back-off.
     ("grpc.use_local_subchannel_pool", 1),
