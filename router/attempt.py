@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
-from pageferry.core.sender import hidden_share
 from pageferry.router.dispatch import Grant
 from pageferry.router.failures import (
     DecodeLostError,
@@ -24,7 +23,7 @@ from pageferry.router.failures import (
 from pageferry.router.feed import FedCall
 from pageferry.router.merged_calls import Item, MergedCalls
 from pageferry.router.policy import Source
-from pageferry.router.request_span import Timeline
+from pageferry.router.request_span import Timeline, TryTimes
 from pageferry.router.workers import Role, Worker
 from pageferry.v1 import decode_pb2, prefill_pb2, types_pb2 as types
 
@@ -59,7 +58,7 @@ class Attempt:
         self._identities = {role: worker.view.identity for role, worker in self._workers.items()}
         self._source = grant.route.source
         self._work = work
-        self._timeline = timeline
+        self._times = TryTimes(timeline)
         self._timeout_s = timeout_s
         self._in_context = in_context
         self._calls: MergedCalls[Role] = MergedCalls()
@@ -69,9 +68,6 @@ class Attempt:
         self._patience_s: float | None = None  # for the next message
         self._clock = clock
         self._began = clock()
-        # What is measured of a try counts towards a token's time only where the try brings that token.
-        self._brings_first_token = timeline.first_token is None
-        self._brings_second_token = timeline.second_token is None
         self._fed: FedCall | None = None  # the decode call, where its worker's feed is live
         self._reserved = self._first_token_seen = self._shipped = False
         self._num_decoded = 0
@@ -155,7 +151,8 @@ class Attempt:
             case "first_token":
                 return self._on_first_token(item.message.first_token)
             case "shipped":
-                self._on_shipped(item.message.shipped)
+                self._shipped = True
+                self._times.shipped(item.message.shipped)
         return ()
 
     def _on_feed(self, events: decode_pb2.CallEvents) -> Tokens:
@@ -170,12 +167,7 @@ class Attempt:
             self._grant.decode_work.accepted = True
         if self._source is Source.LOCAL:
             return  # it computes already: the wait for this message is no part of the time to first token
-        if self._brings_first_token:
-            self._timeline.parts.reserve_ms = (self._clock() - self._began) * 1000
-        self._timeline.pages.format = reserved.layout.format
-        layout = self._decode.view.layout
-        self._timeline.pages.page_format = str(layout.format) if layout is not None else ""
-        self._timeline.pages.cached = reserved.cached_pages
+        self._times.reserved(reserved, self._decode.view.layout, self._clock() - self._began)
         self._call_prefill(
             prefill_pb2.HandoffTarget(
                 ticket=reserved.ticket,
@@ -194,35 +186,16 @@ class Attempt:
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> Tokens:
         self._first_token_seen = True
-        self._note_prefill(first.queue_ms, first.prefill_ms, first.cached_tokens)
+        self._times.prefilled(first)
         if first.finish_reason:
             self._finish(first.finish_reason, Role.PREFILL)
         elif self._source is Source.PREFILL_ONLY:
             self._finish(types.FINISH_REASON_LENGTH, Role.PREFILL)
         return (first.token,)
 
-    def _on_shipped(self, shipped: prefill_pb2.Shipped) -> None:
-        self._shipped = True
-        if self._brings_second_token:
-            self._timeline.parts.transfer_tail_ms = shipped.tail_ms
-        pages = self._timeline.pages
-        pages.shipped, pages.bytes = shipped.pages, shipped.bytes
-        pages.hidden = hidden_share(shipped.tail_ms, shipped.in_flight_ms)
-
     def _on_completed(self, completed: decode_pb2.Completed) -> None:
-        timeline = self._timeline
-        if self._source is Source.LOCAL:
-            prefill_ms = max(0.0, completed.prefill_ms - completed.queue_ms)
-            self._note_prefill(completed.queue_ms, prefill_ms, completed.cached_tokens)
-        elif self._brings_second_token:
-            timeline.parts.decode_queue_ms = completed.queue_ms
-            timeline.first_step_ms = completed.first_step_ms
+        self._times.completed(completed, is_local=self._source is Source.LOCAL)
         self._finish(completed.reason, Role.PREFILL, Role.DECODE)
-
-    def _note_prefill(self, queue_ms: float, prefill_ms: float, cached_tokens: int) -> None:
-        if self._brings_first_token:
-            self._timeline.cached_tokens = cached_tokens
-            self._timeline.parts.prefill_queue_ms, self._timeline.parts.prefill_ms = queue_ms, prefill_ms
 
     def _finish(self, reason: types.FinishReason, *awaited: Role) -> None:
         self.finish = reason
@@ -249,7 +222,9 @@ class Attempt:
             raise RefusedError(self._prefill, error)
         if not may_differ_elsewhere(error):
             raise error
-        if not self._first_token_seen or self._failure is not None:
+        if self._failure is not None:  # the decode worker's word says more than that the prefill worker's call broke
+            raise self._prefill_failed(self._failure if means_gone(error) else error)
+        if not self._first_token_seen:
             raise self._prefill_failed(error)
         # The commit may have come through all the same.
         self._failure, self._patience_s = error, COMMIT_S

@@ -25,6 +25,7 @@ from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Dispatcher, capacity_tokens
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Settings
+from pageferry.router.recovery import Retries
 from pageferry.router.request import Generation, Serving
 from pageferry.router.request_span import Timeline, attributes_at_start, describe_request, describe_usage, set_outcome
 from pageferry.router.tokenizer import Tokenizer
@@ -77,8 +78,7 @@ class Frontend:
             telemetry.metrics,
             telemetry.tracer,
             clock,
-            prefill_retries=config.router.prefill_retries,
-            resumes=config.router.resumes,
+            Retries(config.router.prefill_retries, config.router.resumes),
         )
         self._admission = Admission(
             model.name,

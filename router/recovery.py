@@ -1,12 +1,13 @@
 """What follows when a worker fails a request: on which worker it goes on, how often, and what its client is told."""
 
+from dataclasses import dataclass
+
 from opentelemetry.trace import Span
 
 from pageferry.core.errors import PageferryError, UnavailableError
 from pageferry.router.dispatch import Ask
 from pageferry.router.failures import (
     DecodeLostError,
-    PrefillFailedError,
     RefusedError,
     WorkerFailedError,
     means_draining,
@@ -20,13 +21,22 @@ from pageferry.runtime.metrics import RouterMetrics
 _MAX_UNREACHED = 8
 
 
-class Recovery:
-    """One request's. Each method changes its Ask for the next try, or raises the error that ends the request."""
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """How often a request may go on elsewhere."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, request_id: str, span: Span) -> None:
+    prefill: int  # on another prefill worker
+    resumes: int  # on another decode worker
+
+
+class Recovery:
+    """One request's. `refused` and `failed` prepare its Ask for the next try, or raise what ends the request."""
+
+    def __init__(self, fleet: Fleet, metrics: RouterMetrics, retries: Retries, request_id: str, span: Span) -> None:
         self.local_only = False  # no prefill worker can help any more
         self._fleet = fleet
         self._metrics = metrics
+        self._retries = retries
         self._request_id = request_id
         self._span = span
         self._failure: WorkerFailedError | None = None  # the last one
@@ -41,11 +51,26 @@ class Recovery:
             if self._num_unreached > _MAX_UNREACHED:
                 raise self.with_cause(refusal.error)
 
-    def prefill_failed(self, failure: PrefillFailedError, ask: Ask, *, num_tokens: int, retries: int) -> None:
-        """Another prefill worker, `retries` times, else the decode worker alone."""
-        self._leave(failure, ask, num_tokens)
-        others = [w for w in self._fleet.ready(Role.PREFILL) if ask.may_use(w)]
-        if others and (failure.is_drained or self._num_retries < retries):
+    def failed(self, failure: WorkerFailedError, ask: Ask, num_tokens: int) -> None:
+        """Another worker is to go on after `num_tokens`. One that drains has not failed, and is left for nothing."""
+        self._failure = failure
+        ask.excluded[failure.worker.address] = failure.identity.incarnation
+        if num_tokens:  # an answer that another model went on with would be neither's
+            ask.fingerprint = failure.identity.fingerprint
+        if isinstance(failure, DecodeLostError):
+            self._resume(failure, num_tokens)
+        else:
+            self._retry(failure, ask)
+
+    def was_complete(self, failure: WorkerFailedError, num_tokens: int) -> None:
+        """The worker was lost after its last token: nothing is left to do."""
+        self._metrics.count_resume("complete")
+        self._tell("decode_lost", failure, outcome="complete", tokens=num_tokens)
+
+    def _retry(self, failure: WorkerFailedError, ask: Ask) -> None:
+        """Another prefill worker, as often as is allowed, else the decode worker alone."""
+        others = [worker for worker in self._fleet.ready(Role.PREFILL) if ask.may_use(worker)]
+        if others and (failure.is_drained or self._num_retries < self._retries.prefill):
             self._num_retries += not failure.is_drained
             step = "other_prefill"
         else:
@@ -54,14 +79,12 @@ class Recovery:
         self._tell("prefill_failed", failure, next=step)
         self._span.set_attribute("pageferry.fallback", step)
 
-    def decode_lost(self, loss: DecodeLostError, ask: Ask, *, num_tokens: int, resumes: int) -> None:
-        """Another decode worker goes on after `num_tokens`, `resumes` times; one that drains does not count."""
-        self._leave(loss, ask, num_tokens)
-        if loss.is_drained:
-            outcome = "moved"
-        else:
-            self._num_resumes += 1
-            outcome = "resumed" if self._num_resumes <= resumes else "given_up"
+    def _resume(self, loss: DecodeLostError, num_tokens: int) -> None:
+        """Another decode worker, as often as is allowed."""
+        self._num_resumes += not loss.is_drained
+        outcome = "moved" if loss.is_drained else "resumed"
+        if self._num_resumes > self._retries.resumes:
+            outcome = "given_up"
         self._metrics.count_resume(outcome)
         self._tell("decode_lost", loss, outcome=outcome, tokens=num_tokens)
         if outcome == "given_up":
@@ -69,11 +92,6 @@ class Recovery:
             message = f"decode worker {loss.worker.address} failed after {num_tokens} tokens: {error.message}"
             raise UnavailableError(message, reason=error.reason, retry_after_ms=error.retry_after_ms)
         self._span.set_attribute("pageferry.resumed_at", num_tokens)
-
-    def was_complete(self, loss: DecodeLostError, num_tokens: int) -> None:
-        """The decode worker was lost after its last token: nothing is left to do."""
-        self._metrics.count_resume("complete")
-        self._tell("decode_lost", loss, outcome="complete", tokens=num_tokens)
 
     def with_cause(self, error: PageferryError) -> PageferryError:
         """The error, and which worker failed before it, and why."""
@@ -85,12 +103,6 @@ class Recovery:
         reason = cause.reason if isinstance(error, UnavailableError) else error.reason
         message = f"{worker} failed: {cause.message}; then {error.message}"
         return type(error)(message, reason=reason, retry_after_ms=error.retry_after_ms)
-
-    def _leave(self, failure: WorkerFailedError, ask: Ask, num_tokens: int) -> None:
-        self._failure = failure
-        ask.excluded[failure.worker.address] = failure.identity.incarnation
-        if num_tokens:  # an answer that another model went on with would be neither's
-            ask.fingerprint = failure.identity.fingerprint
 
     def _tell(self, event: str, failure: WorkerFailedError, **facts: str | int) -> None:
         facts = {

@@ -15,10 +15,10 @@ from pageferry.router.admission import Admitted
 from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Ask, Dispatcher, Grant
-from pageferry.router.failures import DecodeLostError, PrefillFailedError, RefusedError
+from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Demand
-from pageferry.router.recovery import Recovery
+from pageferry.router.recovery import Recovery, Retries
 from pageferry.router.request_span import Timeline
 from pageferry.runtime.convert import finish_to_proto, work_to_proto
 from pageferry.runtime.metrics import RouterMetrics
@@ -38,8 +38,7 @@ class Serving:
     metrics: RouterMetrics
     tracer: Tracer
     clock: Callable[[], float]
-    prefill_retries: int
-    resumes: int
+    retries: Retries
 
 
 class Generation:
@@ -60,7 +59,7 @@ class Generation:
         self._wall_offset_ns = time.time_ns() - round(serving.clock() * 1e9)
         self._output_ids: list[int] = []
         self._num_tries = 0
-        self._recovery = Recovery(serving.fleet, serving.metrics, admitted.request_id, self._span)
+        self._recovery = Recovery(serving.fleet, serving.metrics, serving.retries, admitted.request_id, self._span)
         self._error: PageferryError | None = None  # that was given to `end`
         self._ask: Ask | None = None
         self._current: Attempt | None = None
@@ -144,25 +143,21 @@ class Generation:
                 return
             except RefusedError as refusal:
                 self._recovery.refused(refusal)
-            except PrefillFailedError as failure:
-                self._recovery.prefill_failed(
-                    failure, ask, num_tokens=len(self._output_ids), retries=self._serving.prefill_retries
-                )
-            except DecodeLostError as loss:
-                if self._is_complete(loss):
+            except WorkerFailedError as failure:
+                if self._is_complete(failure):
                     return
-                self._recovery.decode_lost(loss, ask, num_tokens=len(self._output_ids), resumes=self._serving.resumes)
+                self._recovery.failed(failure, ask, len(self._output_ids))
             except (UnavailableError, InternalError) as error:
                 raise self._recovery.with_cause(error) from error
             self._ask_again(ask)
 
-    def _is_complete(self, loss: DecodeLostError) -> bool:
+    def _is_complete(self, failure: WorkerFailedError) -> bool:
         """Whether all tokens had come, and the word that these were all had not."""
         reason = Sequence(self._work(), 0.0).finish_reason()
         if reason is None:
             return False
         self.finish = finish_to_proto(reason)
-        self._recovery.was_complete(loss, len(self._output_ids))
+        self._recovery.was_complete(failure, len(self._output_ids))
         return True
 
     def _ask_again(self, ask: Ask) -> None:

@@ -9,9 +9,13 @@ import grpc
 from opentelemetry.trace import Span, Status, StatusCode
 
 from pageferry.core.errors import PageferryError
+from pageferry.core.layout import CacheLayout
+from pageferry.core.sender import hidden_share
 from pageferry.router.admission import Admitted
 from pageferry.runtime.trace_store import REQUEST_ID
+from pageferry.v1.decode_pb2 import Completed, Reserved
 from pageferry.v1.inference_pb2 import GenerateRequest, HandoffStats, Timings
+from pageferry.v1.prefill_pb2 import FirstToken, Shipped
 from pageferry.v1.types_pb2 import FinishReason, Usage
 
 # What the time to first token is made of; the remainder is "delivery".
@@ -132,3 +136,45 @@ class Timeline:
         if self.pages.shipped or self.pages.cached:
             for name in ("shipped", "cached", "bytes", "hidden"):
                 span.set_attribute(f"pageferry.pages.{name}", getattr(self.pages, name))
+
+
+class TryTimes:
+    """What one try at a request adds to its timeline: to what makes up a token's time only if it brings that token."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._brings_first_token = timeline.first_token is None
+        self._brings_second_token = timeline.second_token is None
+
+    def reserved(self, reserved: Reserved, layout: CacheLayout | None, waited_s: float) -> None:
+        """Pages are held on a decode worker of that layout."""
+        if self._brings_first_token:
+            self._timeline.parts.reserve_ms = waited_s * 1000
+        pages = self._timeline.pages
+        pages.format = reserved.layout.format
+        pages.page_format = str(layout.format) if layout is not None else ""
+        pages.cached = reserved.cached_pages
+
+    def prefilled(self, first: FirstToken) -> None:
+        self._prefilled(first.queue_ms, first.prefill_ms, first.cached_tokens)
+
+    def shipped(self, shipped: Shipped) -> None:
+        if self._brings_second_token:
+            self._timeline.parts.transfer_tail_ms = shipped.tail_ms
+        pages = self._timeline.pages
+        pages.shipped, pages.bytes = shipped.pages, shipped.bytes
+        pages.hidden = hidden_share(shipped.tail_ms, shipped.in_flight_ms)
+
+    def completed(self, completed: Completed, *, is_local: bool) -> None:
+        """`is_local`: the decode worker has computed the prompt itself."""
+        if is_local:
+            prefill_ms = max(0.0, completed.prefill_ms - completed.queue_ms)
+            self._prefilled(completed.queue_ms, prefill_ms, completed.cached_tokens)
+        elif self._brings_second_token:
+            self._timeline.parts.decode_queue_ms = completed.queue_ms
+            self._timeline.first_step_ms = completed.first_step_ms
+
+    def _prefilled(self, queue_ms: float, prefill_ms: float, cached_tokens: int) -> None:
+        if self._brings_first_token:
+            self._timeline.cached_tokens = cached_tokens
+            self._timeline.parts.prefill_queue_ms, self._timeline.parts.prefill_ms = queue_ms, prefill_ms
