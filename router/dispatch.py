@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pageferry.core.errors import DeadlineExceededError, PageferryError, UnavailableError
 from pageferry.core.prefix import page_hashes
 from pageferry.router.fleet import Fleet
+from pageferry.router.forecast import forecast
 from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, choose
 from pageferry.router.queue import Queued, RequestQueue
+from pageferry.router.states import capacity_tokens, decode_state, may_hold, prefill_state
 from pageferry.router.view import Dispatched
 from pageferry.router.workers import Role, Worker
 
@@ -77,9 +79,16 @@ class Dispatcher:
     """Owns the queue. It looks at the queue again after each change, and never otherwise."""
 
     def __init__(
-        self, fleet: Fleet, settings: Settings, *, max_queue: int, clock: Callable[[], float] = time.monotonic
+        self,
+        fleet: Fleet,
+        settings: Settings,
+        *,
+        max_queue: int,
+        ageing_tokens_per_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
+        self._ageing = ageing_tokens_per_s
         self._settings = settings
         self._queue: RequestQueue[Ask] = RequestQueue(max_queue)
         self._clock = clock
@@ -89,14 +98,24 @@ class Dispatcher:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    def check_room(self) -> None:
+        """Raise ResourceExhaustedError where the queue is full, before any work is done for a request."""
+        self._queue.check_room()
+
     def enqueue(self, ask: Ask) -> None:
         """The caller owes `abandon`.
 
-        Raises UnavailableError where no worker could ever take it, ResourceExhaustedError where the queue is full.
+        Raises UnavailableError where no worker could ever take it, ResourceExhaustedError where the queue is full or
+        its first token can't be expected before its deadline.
         """
         hopeless = self._why_hopeless(ask)
         if hopeless is not None:
             raise hopeless
+        ready = [worker for role in Role for worker in self._fleet.ready(role)]
+        uncached = ask.demand.num_tokens - max(map(ask.cached_tokens, ready), default=0)
+        # All that wait gain on those that come later at the same rate, so that their order never changes.
+        ask.rank = uncached + self._ageing * self._clock()
+        self._check_deadline(ask)
         self._queue.add(ask)
         self._begin(ask)
 
@@ -144,7 +163,7 @@ class Dispatcher:
             grant = self._grant(ask)
             if grant is None:
                 return
-            self._queue.remove(ask)
+            self._queue.take(ask, self._clock())
             if ask.granted.done():  # its owner has gone
                 grant.release()
             else:
@@ -154,15 +173,36 @@ class Dispatcher:
         ask.granted = asyncio.get_running_loop().create_future()
         ask.enqueued = self._clock()
         self.pump()
+        self._queue.note_waiting(self._clock())
 
     def _why_hopeless(self, ask: Ask) -> UnavailableError | None:
         demand = ask.demand
-        if demand.num_left == 1 and not demand.local_only and self._prefills(ask):
+        may_prefill_alone = demand.num_left == 1 and not demand.local_only
+        if may_prefill_alone and (capacity_tokens(self._prefills(ask)) or 0) >= demand.num_tokens:
             return None
-        reason = self._fleet.why_hopeless()
-        if not reason and not self._hopeful_decodes(ask):
-            reason = "no decode worker has the model that the answer began with"
+        reason = self._fleet.why_hopeless() or self._why_no_decode(ask)
         return UnavailableError(reason, reason="NO_WORKER", retry_after_ms=RETRY_AFTER_MS) if reason else None
+
+    def _why_no_decode(self, ask: Ask) -> str:
+        """Why no decode worker that is there will do, as where the largest has gone since the request was admitted.
+
+        It would otherwise wait at the head of the queue for good, and all others behind it.
+        """
+        able = self._able_decodes(ask)
+        if not able:
+            return "no decode worker has the model that the answer began with"
+        needed = ask.demand.num_stored
+        if any(may_hold(worker, needed) for worker in able):
+            return ""
+        return f"the largest decode worker's pages hold {capacity_tokens(able)} tokens, the request needs {needed}"
+
+    def _check_deadline(self, ask: Ask) -> None:
+        if ask.deadline is None:
+            return
+        prefills, decodes = self._states(ask, self._decodes(ask))
+        before, gap_s = self._queue.num_before(ask), self._queue.pace.gap_s
+        expected = forecast(ask.demand, prefills, decodes, num_before=before, gap_s=gap_s)
+        expected.check(ask.deadline - self._clock())
 
     def _late(self, ask: Ask) -> DeadlineExceededError:
         waited_ms = (self._clock() - ask.enqueued) * 1000
@@ -172,24 +212,26 @@ class Dispatcher:
     def _prefills(self, ask: Ask) -> list[Worker]:
         return [worker for worker in self._fleet.ready(Role.PREFILL) if ask.may_use(worker)]
 
-    def _hopeful_decodes(self, ask: Ask) -> list[Worker]:
-        """One that failed the request is among them only where there is no other: its fault may have passed."""
-        able = [worker for worker in self._fleet.of(Role.DECODE) if worker.is_hopeful and ask.has_model_of(worker)]
-        return [worker for worker in able if ask.may_use(worker)] or able
+    def _able_decodes(self, ask: Ask) -> list[Worker]:
+        return [worker for worker in self._fleet.of(Role.DECODE) if worker.is_hopeful and ask.has_model_of(worker)]
+
+    def _decodes(self, ask: Ask) -> list[Worker]:
+        """Those that it may be sent to; one that failed it only where there is no other: its fault may have passed."""
+        able = [worker for worker in self._able_decodes(ask) if may_hold(worker, ask.demand.num_stored)]
+        others = [worker for worker in able if ask.may_use(worker)] or able
+        return [worker for worker in others if worker.is_ready]
+
+    def _states(self, ask: Ask, decodes: Sequence[Worker]) -> tuple[list[PrefillState], list[DecodeState]]:
+        prefills = [prefill_state(worker, ask.cached_tokens(worker)) for worker in self._prefills(ask)]
+        return prefills, [decode_state(worker, ask.cached_tokens(worker)) for worker in decodes]
 
     def _grant(self, ask: Ask) -> Grant | None:
-        prefills = self._prefills(ask)
-        decodes = [worker for worker in self._hopeful_decodes(ask) if worker.is_ready and not worker.view.refusing]
+        decodes = [worker for worker in self._decodes(ask) if not worker.view.refusing]
         began = self._clock()
-        route = choose(
-            ask.demand,
-            [prefill_state(worker, ask.cached_tokens(worker)) for worker in prefills],
-            [decode_state(worker, ask.cached_tokens(worker)) for worker in decodes],
-            self._settings,
-        )
+        route = choose(ask.demand, *self._states(ask, decodes), self._settings)
         if route is None:
             return None
-        by_address = {worker.address: worker for worker in (*prefills, *decodes)}
+        by_address = {worker.address: worker for worker in self._fleet.workers}
         grant = Grant(
             route,
             by_address[route.prefill] if route.prefill else None,
@@ -211,41 +253,3 @@ class Dispatcher:
 def _fail(ask: Ask, error: PageferryError) -> None:
     if not ask.granted.done():
         ask.granted.set_exception(error)
-
-
-def prefill_state(worker: Worker, cached_tokens: int) -> PrefillState:
-    """The worker as the policy sees it: its last report and what was sent since. One that refuses seems full."""
-    view = worker.view
-    assert view.layout is not None and view.snapshot is not None, "a ready worker has been seen"
-    return PrefillState(
-        address=worker.address,
-        layout=view.layout,
-        num_waiting=view.load.waiting + len(view.uncounted),
-        queued_tokens=view.load.queued_prompt_tokens + sum(work.num_tokens for work in view.uncounted),
-        tokens_per_s=view.load.prefill_tokens_per_s,
-        chunk_tokens=view.snapshot.chunk_tokens,
-        cached_tokens=cached_tokens,
-        num_running=view.load.running,
-        refuses=view.refusing,
-    )
-
-
-def decode_state(worker: Worker, cached_tokens: int) -> DecodeState:
-    view, load = worker.view, worker.view.load
-    assert view.layout is not None and view.snapshot is not None, "a ready worker has been seen"
-    return DecodeState(
-        address=worker.address,
-        layout=view.layout,
-        num_active=load.running + load.waiting + load.tickets + len(view.uncounted),
-        max_num_seqs=view.snapshot.max_num_seqs,
-        available_pages=view.available_pages,
-        chunk_tokens=view.snapshot.chunk_tokens,
-        queued_tokens=load.queued_prompt_tokens + sum(work.num_tokens for work in view.uncounted),
-        tokens_per_s=load.prefill_tokens_per_s,
-        cached_tokens=cached_tokens,
-    )
-
-
-def capacity_tokens(workers: Sequence[Worker]) -> int | None:
-    """Tokens that the pools of the largest of the workers hold; None without a worker."""
-    return max((worker.view.capacity_tokens() for worker in workers), default=None)

@@ -20,16 +20,16 @@ from pageferry.core.errors import (
     UnavailableError,
 )
 from pageferry.core.model_config import ModelConfig
-from pageferry.router.admission import Admission, Admitted, Limits
+from pageferry.router.admission import Admission, Admitted
 from pageferry.router.detokenize import TextStream
-from pageferry.router.dispatch import Dispatcher, capacity_tokens
+from pageferry.router.dispatch import Dispatcher
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Settings
 from pageferry.router.recovery import Retries
 from pageferry.router.request import Generation, Serving
 from pageferry.router.request_span import Timeline, attributes_at_start, describe_request, describe_usage, set_outcome
+from pageferry.router.states import limits_of
 from pageferry.router.tokenizer import Tokenizer
-from pageferry.router.workers import Role
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.rpc_spans import inject_context
@@ -71,7 +71,13 @@ class Frontend:
         self._tokenizer = tokenizer
         self._own_limit = min(model.max_positions, config.engine.max_model_tokens or model.max_positions)
         settings = Settings(config.router.local_prefill_tokens, config.scheduler.headroom_pages)
-        self._dispatcher = Dispatcher(fleet, settings, max_queue=config.router.max_queue, clock=clock)
+        self._dispatcher = Dispatcher(
+            fleet,
+            settings,
+            max_queue=config.router.max_queue,
+            ageing_tokens_per_s=config.scheduler.ageing_tokens_per_s,
+            clock=clock,
+        )
         self._serving = Serving(
             fleet,
             self._dispatcher,
@@ -85,7 +91,7 @@ class Frontend:
             tokenizer,
             vocab_size=model.vocab_size,
             config=config.router,
-            limits=self._limits,
+            limits=lambda: limits_of(fleet, self._own_limit),
             defaults=sampling_defaults or {},
             clock=clock,
         )
@@ -147,6 +153,7 @@ class Frontend:
     ) -> Events:
         if self._draining:
             raise UnavailableError("the router is draining", reason="DRAINING")
+        self._dispatcher.check_room()
         admitted = await self._admission.admit(request, authorization)
         timeline.parts.tokenize_ms = admitted.tokenize_s * 1000
         describe_request(span, admitted)
@@ -203,15 +210,6 @@ class Frontend:
             return DeadlineExceededError("the caller's deadline passed")
         return CancelledError("the caller went away")
 
-    def _limits(self) -> Limits:
-        decodes = self._fleet.ready(Role.DECODE)
-        told = [worker.view.snapshot.max_model_tokens for worker in decodes if worker.view.snapshot is not None]
-        return Limits(
-            min(self._own_limit, max(told, default=self._own_limit)),
-            capacity_tokens(self._fleet.ready(Role.PREFILL)),
-            capacity_tokens(decodes),
-        )
-
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         ids = await self._admission.tokenize(request)
         return pb.TokenizeResponse(ids=ids, pieces=[self._tokenizer.piece(id_) for id_ in ids])
@@ -223,7 +221,7 @@ class Frontend:
     def list_models(self) -> pb.ListModelsResponse:
         model = pb.Model(
             name=self._model.name,
-            max_model_tokens=self._limits().max_model_tokens,
+            max_model_tokens=limits_of(self._fleet, self._own_limit).max_model_tokens,
             vocab_size=self._model.vocab_size,
             ready=self.ready,
         )

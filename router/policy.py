@@ -13,6 +13,7 @@ from enum import Enum
 
 from pageferry.core.layout import CacheLayout
 
+_UNBOUNDED = 2**63
 DEFAULT_TOKENS_PER_S = 500.0  # of a prefill worker that has not measured its speed yet
 # A decode worker without streams must be this much faster than the alternative: both times are predictions.
 LOCAL_ADVANTAGE = 2.0
@@ -34,6 +35,11 @@ class Demand:
     num_left: int  # most tokens still to generate
     local_only: bool = False  # no prefill worker can help any more
 
+    @property
+    def num_stored(self) -> int:
+        """Tokens whose keys and values a decode worker may come to hold: those of the last one are never stored."""
+        return self.num_tokens + self.num_left - 1
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillState:
@@ -48,6 +54,11 @@ class PrefillState:
     cached_tokens: int  # of this request's
     num_running: int = 0
     refuses: bool = False  # it has no room until its next load report
+    capacity_tokens: int = _UNBOUNDED  # that its pages hold of one prompt
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether it can ever hold the prompt."""
+        return demand.num_tokens <= self.capacity_tokens
 
     def ttft_s(self, demand: Demand) -> float:
         """Predicted seconds to the first token.
@@ -80,15 +91,19 @@ class DecodeState:
     queued_tokens: int
     tokens_per_s: float  # of prompts; 0: unknown
     cached_tokens: int  # of this request's
+    capacity_tokens: int = _UNBOUNDED  # that its pages hold of one sequence
+
+    def fits(self, demand: Demand) -> bool:
+        """Whether it can ever hold the prompt and all of the answer."""
+        return demand.num_stored <= self.capacity_tokens
 
     def needed_pages(self, demand: Demand, headroom_pages: int) -> tuple[int, ...]:
         """Of each pool, in the order of `available_pages`."""
         page_size = self.layout.page_size
         # A window is promised all that it can come to hold, of which cached pages spare it none.
-        num_positions = demand.num_tokens + demand.num_left - 1
         of_full = self.layout.num_pages(demand.num_tokens) + headroom_pages - self.cached_tokens // page_size
         groups = [
-            of_full if group.window is None else group.most_live(num_positions, self.chunk_tokens, page_size)
+            of_full if group.window is None else group.most_live(demand.num_stored, self.chunk_tokens, page_size)
             for group in self.layout.groups
         ]
         return (*groups, 1) if self.layout.format.has_tails else tuple(groups)
@@ -134,11 +149,12 @@ def choose(
     demand: Demand, prefills: Sequence[PrefillState], decodes: Sequence[DecodeState], settings: Settings
 ) -> Route | None:
     """The route, or None where the request had better wait for a change of load."""
-    if demand.num_left == 1 and prefills and not demand.local_only:
+    prefills = [] if demand.local_only else [prefill for prefill in prefills if prefill.fits(demand)]
+    if demand.num_left == 1 and prefills:
         prefill = _best_prefill(demand, prefills)
         return _only(prefill, demand) if prefill is not None else None
     for decode in _by_load(demand, decodes, settings):
-        partners = [] if demand.local_only else [p for p in prefills if p.layout.ships_to(decode.layout)]
+        partners = [prefill for prefill in prefills if prefill.layout.ships_to(decode.layout)]
         route = _with(decode, partners, demand, settings)
         if route is not None:
             return route
@@ -151,7 +167,7 @@ def _only(prefill: PrefillState, demand: Demand) -> Route:
 
 
 def _by_load(demand: Demand, decodes: Iterable[DecodeState], settings: Settings) -> list[DecodeState]:
-    with_room = [decode for decode in decodes if decode.has_room(demand, settings.headroom_pages)]
+    with_room = [d for d in decodes if d.fits(demand) and d.has_room(demand, settings.headroom_pages)]
     return sorted(
         with_room,
         key=lambda decode: (

@@ -67,3 +67,25 @@ def test_what_is_past_its_deadline_leaves() -> None:
     assert not queue.remove(early)
     assert queue.expire(100.0) == [late]
     assert queue.first() is never
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 5)), max_size=30))
+def test_among_equals_of_priority_the_lower_rank_goes_first_then_the_earlier(places: list[tuple[int, int]]) -> None:
+    queue: RequestQueue[Request] = RequestQueue(100)
+    for index, (priority, rank) in enumerate(places):
+        item = Request(index, priority=priority, rank=rank)
+        assert queue.num_before(item) == sum(place <= (priority, rank) for place in places[:index])
+        queue.add(item)
+    assert drain(queue) == [index for _, index in sorted((place, i) for i, place in enumerate(places))]
+
+
+def test_a_full_queue_tells_when_half_of_it_can_have_gone() -> None:
+    queue: RequestQueue[Request] = RequestQueue(20)
+    waiting = [add(queue, index) for index in range(20)]
+    queue.note_waiting(0.0)
+    for number, item in enumerate(waiting[:10], 1):
+        queue.take(item, now=0.5 * number)
+        queue.put_back(item)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        queue.check_room()
+    assert caught.value.retry_after_ms == 5000
