@@ -7,9 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pageferry.core.config import RouterConfig
-from pageferry.core.errors import FieldViolation, InvalidArgumentError, NotFoundError, ResourceExhaustedError, invalid
+from pageferry.core.errors import (
+    FieldViolation,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    ResourceExhaustedError,
+    invalid,
+)
 from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.router.tenant import Salts
+from pageferry.core.tenants import ANYBODY, Tenant
 from pageferry.router.tokenizer import Tokenizer
 from pageferry.runtime.convert import sampling_from_proto
 from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRequest
@@ -30,6 +37,7 @@ class Limits:
     max_model_tokens: int
     prefill_pool_tokens: int | None
     decode_pool_tokens: int | None
+    page_size: int = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +45,7 @@ class Admitted:
     """A request that is well formed and can fit."""
 
     request_id: str
+    work_id: str  # by which workers know it
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     stop: StopParams
@@ -44,6 +53,7 @@ class Admitted:
     skip_special: bool
     priority: int
     cache_salt: str
+    num_pages: int  # of a pool that keeps all its tokens, once it has all that it asks for
     tokenize_s: float
 
 
@@ -69,11 +79,11 @@ class Admission:
         self._limits = limits
         self._defaults = defaults
         self._clock = clock
-        self._salts = Salts(config.salt_key)
 
-    async def admit(self, request: GenerateRequest, authorization: Sequence[str] = ()) -> Admitted:
-        """Raises the error of the first thing that is wrong. `authorization`: as `Salts.of` takes it."""
+    async def admit(self, request: GenerateRequest, tenant: Tenant = ANYBODY, cache_salt: str = "") -> Admitted:
+        """Raises the error of the first thing that is wrong, or that the tenant may not do."""
         self.check_model(request.model)
+        _check_priority(request.priority, tenant)
         if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
             length = f"{len(request.request_id)} characters"
             raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
@@ -84,15 +94,19 @@ class Admission:
         began = self._clock()
         prompt_ids = await self._prompt_ids(request)
         tokenize_s = self._clock() - began
+        request_id = request.request_id or secrets.token_hex(8)
+        stop = self._stop(request.stop, len(prompt_ids), tenant.max_pages)
         return Admitted(
-            request_id=request.request_id or secrets.token_hex(8),
+            request_id=request_id,
+            work_id=request_id if tenant is ANYBODY else f"{tenant.name}/{request_id}",
             prompt_ids=prompt_ids,
             sampling=sampling,
-            stop=self._stop(request.stop, len(prompt_ids)),
+            stop=stop,
             stop_strings=tuple(request.stop_strings),
             skip_special=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=request.priority,
-            cache_salt=self._salts.of(authorization),
+            cache_salt=cache_salt,
+            num_pages=-(-(len(prompt_ids) + stop.max_tokens - 1) // self._limits().page_size),
             tokenize_s=tokenize_s,
         )
 
@@ -162,14 +176,14 @@ class Admission:
             wrong = next(id_ for id_ in ids if not 0 <= id_ < self._vocab_size)
             raise invalid(field, wrong, f"must be token ids from 0 to {self._vocab_size - 1}")
 
-    def _stop(self, stop: StopConditions, num_prompt: int) -> StopParams:
-        most = self._most_tokens(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None)
+    def _stop(self, stop: StopConditions, num_prompt: int, max_pages: int) -> StopParams:
+        most = self._most_tokens(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None, max_pages)
         stop_token_ids = frozenset(stop.stop_token_ids)
         if not stop.ignore_eos:
             stop_token_ids |= frozenset(self._tokenizer.eos_ids)
         return StopParams(most, stop.min_tokens, stop_token_ids)
 
-    def _most_tokens(self, num_prompt: int, max_tokens: int | None) -> int:
+    def _most_tokens(self, num_prompt: int, max_tokens: int | None, max_pages: int) -> int:
         """`max_tokens`, or where it is absent what fits; raises InvalidArgumentError where it can never fit."""
         limits = self._limits()
         wanted = max_tokens or 1
@@ -187,10 +201,14 @@ class Admission:
         if is_decoded and decode_tokens is not None and stored > decode_tokens:
             limit = f"the largest decode worker's pages hold {decode_tokens} of prompt and answer together"
             raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_POOL")
+        tenant_tokens = max_pages * limits.page_size or None
+        if tenant_tokens is not None and stored > tenant_tokens:
+            limit = f"the tenant's max_pages, {max_pages}, hold {tenant_tokens} of prompt and answer together"
+            raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_TENANT_PAGES")
         if max_tokens is not None:
             return max_tokens
-        room = limits.max_model_tokens - num_prompt
-        return room if decode_tokens is None else min(room, decode_tokens - num_prompt + 1)
+        pools = [most + 1 for most in (decode_tokens, tenant_tokens) if most is not None]
+        return min([limits.max_model_tokens, *pools]) - num_prompt
 
 
 def _too_long(num_prompt: int, max_tokens: int | None, limit: str, reason: str) -> InvalidArgumentError:
@@ -210,6 +228,13 @@ def _check_stop_strings(stop_strings: Sequence[str]) -> None:
         if len(text) > MAX_STOP_CHARACTERS:
             length = f"{len(text)} characters"
             raise invalid(f"stop_strings[{index}]", length, f"must have at most {MAX_STOP_CHARACTERS}")
+
+
+def _check_priority(priority: int, tenant: Tenant) -> None:
+    if priority < tenant.min_priority:
+        description = f"is {priority}, the least that tenant {tenant.name} may set is {tenant.min_priority}"
+        violations = (FieldViolation("priority", description),)
+        raise PermissionDeniedError(f"priority {description}", reason="PRIORITY_DENIED", violations=violations)
 
 
 def _check_counts(stop: StopConditions) -> None:

@@ -17,6 +17,7 @@ from pageferry.core.errors import (
     InternalError,
     NotFoundError,
     PageferryError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from pageferry.core.model_config import ModelConfig
@@ -29,6 +30,7 @@ from pageferry.router.recovery import Retries
 from pageferry.router.request import Generation, Serving
 from pageferry.router.request_span import Timeline, attributes_at_start, describe_request, describe_usage, set_outcome
 from pageferry.router.states import limits_of
+from pageferry.router.tenant import Caller, Callers
 from pageferry.router.tokenizer import Tokenizer
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import RouterMetrics
@@ -86,6 +88,7 @@ class Frontend:
             clock,
             Retries(config.router.prefill_retries, config.router.resumes),
         )
+        self._callers = Callers(config.security.tenants_file, config.router.salt_key, clock)
         self._admission = Admission(
             model.name,
             tokenizer,
@@ -124,12 +127,13 @@ class Frontend:
         the caller's credentials as they came. The caller closes the generator (`contextlib.aclosing`): closing it
         early ends everything that was begun.
         """
+        caller = self._caller(authorization)
         timeline = Timeline(self.clock())
-        attributes = attributes_at_start(request, self._model.name)
+        attributes = attributes_at_start(request, self._model.name) | {"pageferry.tenant": caller.tenant.name}
         span = self._telemetry.tracer.start_span(REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes)
         outcome: FinishReason | PageferryError | None = None
         try:
-            async with aclosing(self._generate(request, authorization, deadline, timeline, span)) as events:
+            async with aclosing(self._generate(request, caller, deadline, timeline, span)) as events:
                 async for event in events:
                     if event.HasField("finished"):
                         outcome = event.finished.reason
@@ -146,19 +150,27 @@ class Frontend:
     async def _generate(
         self,
         request: pb.GenerateRequest,
-        authorization: Sequence[str],
+        caller: Caller,
         deadline: float | None,
         timeline: Timeline,
         span: Span,
     ) -> Events:
         if self._draining:
             raise UnavailableError("the router is draining", reason="DRAINING")
+        caller.account.check_requests()
         self._dispatcher.check_room()
-        admitted = await self._admission.admit(request, authorization)
+        admitted = await self._admission.admit(request, caller.tenant, caller.salt)
         timeline.parts.tokenize_ms = admitted.tokenize_s * 1000
         describe_request(span, admitted)
-        if admitted.request_id in self._live:
+        if admitted.work_id in self._live:
             raise AlreadyExistsError(f"request_id {admitted.request_id!r} is live", reason="REQUEST_ID_LIVE")
+        with caller.account.live(len(admitted.prompt_ids), admitted.num_pages):
+            async with aclosing(self._run(admitted, deadline, timeline, span)) as events:
+                async for event in events:
+                    caller.account.spend(len(event.delta.tokens))
+                    yield event
+
+    async def _run(self, admitted: Admitted, deadline: float | None, timeline: Timeline, span: Span) -> Events:
         text = TextStream(
             self._tokenizer.pieces,
             admitted.stop_strings,
@@ -167,14 +179,14 @@ class Frontend:
         )
         generation = Generation(self._serving, admitted, text, timeline, set_span_in_context(span))
         started = self._started(admitted, span)
-        self._live[admitted.request_id] = generation
+        self._live[admitted.work_id] = generation
         self._idle.clear()
         try:
             async with aclosing(generation.events(started, deadline)) as events:
                 async for event in events:
                     yield event
         finally:
-            del self._live[admitted.request_id]
+            del self._live[admitted.work_id]
             if not self._live:
                 self._idle.set()
             self._count(span, generation.usage)
@@ -210,15 +222,33 @@ class Frontend:
             return DeadlineExceededError("the caller's deadline passed")
         return CancelledError("the caller went away")
 
-    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    async def tokenize(self, request: pb.TokenizeRequest, authorization: Sequence[str] = ()) -> pb.TokenizeResponse:
+        self._caller(authorization).account.count_request()
         ids = await self._admission.tokenize(request)
         return pb.TokenizeResponse(ids=ids, pieces=[self._tokenizer.piece(id_) for id_ in ids])
+
+    def _caller(self, authorization: Sequence[str]) -> Caller:
+        """Who calls. One who has no right to leaves no span: whoever has none could fill the trace store with them."""
+        try:
+            return self._callers.of(authorization)
+        except UnauthenticatedError as error:
+            self._telemetry.metrics.count_request(error.code.lower())
+            raise
+
+    def check_caller(self, authorization: Sequence[str]) -> None:
+        """Raises UnauthenticatedError."""
+        self._caller(authorization)
+
+    def check_admin(self, authorization: Sequence[str], what: str) -> None:
+        """Raises UnauthenticatedError, or PermissionDeniedError for a caller who is no admin."""
+        self._caller(authorization).check_admin(what)
 
     def token_bytes(self, token_id: int) -> bytes:
         """A token's own bytes, which need not be whole characters; special ones are shown."""
         return self._tokenizer.pieces.bytes_of(token_id)
 
-    def list_models(self) -> pb.ListModelsResponse:
+    def list_models(self, authorization: Sequence[str] = ()) -> pb.ListModelsResponse:
+        self._caller(authorization)
         model = pb.Model(
             name=self._model.name,
             max_model_tokens=limits_of(self._fleet, self._own_limit).max_model_tokens,
@@ -227,14 +257,16 @@ class Frontend:
         )
         return pb.ListModelsResponse(models=[model])
 
-    def get_status(self) -> pb.GetStatusResponse:
+    def get_status(self, authorization: Sequence[str] = ()) -> pb.GetStatusResponse:
+        self.check_admin(authorization, "the status")
         return pb.GetStatusResponse(
             workers=[worker.status() for worker in self._fleet.workers],
             queued=self._dispatcher.num_queued,
             running=self.num_live - self._dispatcher.num_queued,
         )
 
-    def get_trace(self, request: pb.GetTraceRequest) -> pb.GetTraceResponse:
+    def get_trace(self, request: pb.GetTraceRequest, authorization: Sequence[str] = ()) -> pb.GetTraceResponse:
+        self.check_admin(authorization, "traces")
         traces = self._telemetry.traces
         if traces is None:
             raise NotFoundError("traces go to a collector; none is kept here", reason="NO_TRACE_STORE")

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnavailableError
+from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnauthenticatedError, UnavailableError
 from pageferry.router import openai_reply as reply
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
 from pageferry.router.http_generation import GenerationResponse, Generator, dump
@@ -115,11 +115,11 @@ class _Gateway:
         return await self._generation(request, parse_chat)
 
     async def models(self, request: Request) -> Response:
-        return _json(reply.models(self.frontend.list_models(), self.created))
+        return _json(reply.models(self.frontend.list_models(_authorization(request)), self.created))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for entry in self.frontend.list_models().models:
+        for entry in self.frontend.list_models(_authorization(request)).models:
             if entry.name == name:
                 return _json(reply.model(entry, self.created))
         raise NotFoundError(f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served", reason="MODEL_NOT_FOUND")
@@ -128,15 +128,22 @@ class _Gateway:
         return _json({"status": "ready"}) if self.frontend.ready else _json({"status": "not ready"}, 503)
 
     async def metrics(self, request: Request) -> Response:
+        self.frontend.check_admin(_authorization(request), "metrics")
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _generation(self, request: Request, parse: Callable[[bytes], ParsedRequest]) -> Response:
         _check_media_type(request)
+        self.frontend.check_caller(_authorization(request))  # before the body of a stranger is read
         request_id = _request_id(request)
         parsed = parse(await _body(request, self.max_body_bytes))
         parsed.generate.request_id = request_id
         parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
-        return GenerationResponse(self.frontend, parsed, parent, request.headers.getlist("authorization"))
+        return GenerationResponse(self.frontend, parsed, parent, _authorization(request))
+
+
+def _authorization(request: Request) -> list[str]:
+    """The caller's credentials, as they came."""
+    return request.headers.getlist("authorization")
 
 
 def _check_media_type(request: Request) -> None:
@@ -176,6 +183,8 @@ async def _on_error(request: Request, error: PageferryError) -> Response:
     headers = {"x-request-id": request.headers.get("x-request-id", "")}
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+    if isinstance(error, UnauthenticatedError):
+        headers["www-authenticate"] = "Bearer"
     return _json(reply.error_body(error), reply.error_status(error), {k: v for k, v in headers.items() if v})
 
 

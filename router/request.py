@@ -207,7 +207,7 @@ class Generation:
         # A worker may still be ending the try before, under the id that it had.
         suffix = f".{self._num_tries}" if self._num_tries > 1 else ""
         return WorkItem(
-            request_id=admitted.request_id + suffix,
+            request_id=admitted.work_id + suffix,
             prompt_ids=admitted.prompt_ids,
             output_ids=tuple(self._output_ids),
             sampling=admitted.sampling,

@@ -23,8 +23,9 @@ class InferenceServicer(InferenceServiceServicer):
         left_s = context.time_remaining()
         deadline = None if left_s is None else self._frontend.clock() + left_s
         parent = otel_context.get_current()
-        authorization = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
-        events = self._frontend.generate(request, deadline=deadline, parent=parent, authorization=authorization)
+        events = self._frontend.generate(
+            request, deadline=deadline, parent=parent, authorization=_authorization(context)
+        )
         async with aclosing(events):
             async for event in events:
                 yield event
@@ -32,19 +33,24 @@ class InferenceServicer(InferenceServiceServicer):
     async def Tokenize(  # noqa: N802 - named by the contract
         self, request: pb.TokenizeRequest, context: Any
     ) -> pb.TokenizeResponse:
-        return await self._frontend.tokenize(request)
+        return await self._frontend.tokenize(request, _authorization(context))
 
     async def ListModels(  # noqa: N802 - named by the contract
         self, request: pb.ListModelsRequest, context: Any
     ) -> pb.ListModelsResponse:
-        return self._frontend.list_models()
+        return self._frontend.list_models(_authorization(context))
 
     async def GetStatus(  # noqa: N802 - named by the contract
         self, request: pb.GetStatusRequest, context: Any
     ) -> pb.GetStatusResponse:
-        return self._frontend.get_status()
+        return self._frontend.get_status(_authorization(context))
 
     async def GetTrace(  # noqa: N802 - named by the contract
         self, request: pb.GetTraceRequest, context: Any
     ) -> pb.GetTraceResponse:
-        return self._frontend.get_trace(request)
+        return self._frontend.get_trace(request, _authorization(context))
+
+
+def _authorization(context: Any) -> list[str]:
+    """The caller's credentials, as they came."""
+    return [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]

@@ -7,6 +7,8 @@ from pageferry.router.fleet import Fleet
 from pageferry.router.policy import DecodeState, PrefillState
 from pageferry.router.workers import Role, Worker
 
+_PAGE_SIZE = 16  # while no worker has been seen
+
 
 def prefill_state(worker: Worker, cached_tokens: int) -> PrefillState:
     view = worker.view
@@ -56,8 +58,10 @@ def limits_of(fleet: Fleet, own_limit: int) -> Limits:
     """What a request may ask for at present; `own_limit` is that of the model here."""
     prefills, decodes = fleet.ready(Role.PREFILL), fleet.ready(Role.DECODE)
     told = [worker.view.snapshot.max_model_tokens for worker in decodes if worker.view.snapshot is not None]
+    page_sizes = [worker.view.layout.page_size for worker in decodes if worker.view.layout is not None]
     return Limits(
         min(own_limit, max(told, default=own_limit)),
         capacity_tokens(prefills),
         capacity_tokens(decodes),
+        min(page_sizes, default=_PAGE_SIZE),
     )

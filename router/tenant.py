@@ -1,15 +1,28 @@
-"""Which callers share a prefix cache: pages are found only under the salt that they were computed under."""
+"""Who calls: tenants by their API keys, and the salts that keep their cached pages apart.
+
+Pages are found only under the salt that they were computed under, so that nobody finds, by `cached_tokens` or by time,
+what others have asked.
+"""
 
 import hashlib
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pageferry.core.errors import InvalidArgumentError, PageferryError, PermissionDeniedError, UnauthenticatedError
+from pageferry.core.tenants import ANYBODY, Tenant, key_digest, parse_tenants, tenant_of
+from pageferry.router.account import Account
+from pageferry.runtime.logs import log
+
+CHECK_S = 1.0  # how often the file is looked at, while calls come
+_Stamp = tuple[int, int, int]
 
 
 class Salts:
-    """Salts from callers' credentials, so that nobody finds, by `cached_tokens` or by time, what others have asked.
+    """Salts of callers: keyed hashes, so that workers see no credential, and who sees a salt can't try out guesses.
 
-    The salt is a keyed hash, and workers never see a credential. Callers without one share the empty salt. Nothing else
-    of a request goes into it: whoever wants another's salt needs that one's credential.
+    Nothing else of a request goes into them: whoever wants another's salt needs that one's credential.
     """
 
     def __init__(self, key: str) -> None:
@@ -17,8 +30,108 @@ class Salts:
         self._key = hashlib.blake2b(key.encode()).digest() if key else secrets.token_bytes(hashlib.blake2b.MAX_KEY_SIZE)
 
     def of(self, authorization: Iterable[str]) -> str:
-        """The salt for a request with these values of the `authorization` header or metadata."""
+        """The salt for values of the `authorization` header or metadata that nobody has proved; none share one."""
         credentials = "\n".join(authorization)
-        if not credentials:
-            return ""
-        return hashlib.blake2b(credentials.encode(), digest_size=16, key=self._key).hexdigest()
+        return self._hash(credentials) if credentials else ""
+
+    def of_tenant(self, name: str) -> str:
+        """The salt of a tenant who has proved to be it, whichever of its keys was shown."""
+        return self._hash(f"\0{name}")  # no credential has such a character
+
+    def _hash(self, text: str) -> str:
+        return hashlib.blake2b(text.encode(), digest_size=16, key=self._key).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, under which salt, and what they have used."""
+
+    salt: str
+    account: Account
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.account.tenant
+
+    def check_admin(self, what: str) -> None:
+        """Raise PermissionDeniedError for any other tenant."""
+        if not self.tenant.admin:
+            raise PermissionDeniedError(
+                f"tenant {self.tenant.name} may not ask for {what}: it is no admin", reason="NO_ADMIN"
+            )
+
+
+class Callers:
+    """Knows callers by what they send; reads the tenants file again when it has changed."""
+
+    def __init__(self, tenants_file: str, salt_key: str, clock: Callable[[], float]) -> None:
+        """Without a file, anybody may call and ask for anything. Raises InvalidArgumentError for one that is wrong."""
+        self._salts = Salts(salt_key)
+        self._clock = clock
+        self._path = Path(tenants_file) if tenants_file else None
+        self._anybody = Account(ANYBODY, clock)
+        self._accounts: dict[str, Account] = {}
+        self._stamp: _Stamp | None = None
+        self._checked = clock()
+        self._problem = ""  # with the file as it is, as was logged
+        if self._path is not None:
+            self._read(self._path)
+
+    def of(self, authorization: Sequence[str]) -> Caller:
+        """The caller with these values of `authorization`. Raises UnauthenticatedError; no error holds any of them."""
+        if self._path is None:
+            return Caller(self._salts.of(authorization), self._anybody)
+        self._read_again(self._path)
+        if len(authorization) != 1:
+            message = f"authorization must be there once, as Bearer API-KEY; it is there {len(authorization)} times"
+            raise UnauthenticatedError(message, reason="NO_API_KEY")
+        scheme, _, key = authorization[0].partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthenticatedError("authorization must be Bearer API-KEY", reason="NO_API_KEY")
+        tenant = tenant_of(key_digest(key.strip()), (account.tenant for account in self._accounts.values()))
+        if tenant is None:
+            raise UnauthenticatedError("the API key is not known", reason="UNKNOWN_API_KEY")
+        return Caller(self._salts.of_tenant(tenant.name), self._accounts[tenant.name])
+
+    def _read_again(self, path: Path) -> None:
+        """Take the file over if it has changed; one that is wrong changes nothing."""
+        now = self._clock()
+        if now - self._checked < CHECK_S:
+            return
+        self._checked = now
+        try:
+            if _stamp(path) != self._stamp:
+                self._read(path)
+                log("tenants_read", tenants=len(self._accounts))
+            self._problem = ""
+        except PageferryError as error:
+            if error.message != self._problem:
+                log("tenants_refused", level="error", reason=error.message, kept_tenants=len(self._accounts))
+            self._problem = error.message
+
+    def _read(self, path: Path) -> None:
+        self._stamp = _stamp(path)  # before it is read: a change in between is found the next time
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(path, error) from None
+        tenants = parse_tenants(text, str(path))
+        kept, self._accounts = self._accounts, {}
+        for tenant in tenants:
+            account = kept.get(tenant.name) or Account(tenant, self._clock)
+            account.change(tenant)
+            self._accounts[tenant.name] = account
+
+
+def _stamp(path: Path) -> _Stamp:
+    """What changes when the file does."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return status.st_mtime_ns, status.st_size, status.st_ino
+
+
+def _unreadable(path: Path, error: Exception) -> InvalidArgumentError:
+    reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+    return InvalidArgumentError(f"security.tenants_file: {path} can't be read: {reason}", reason="BAD_TENANTS")

@@ -1,4 +1,4 @@
-"""Whom a request shares cached pages with: salts from credentials, in calls to workers and in the choice of them."""
+"""Who calls: salts from credentials or proved names, in calls to workers and in the choice of them; tenants."""
 
 from pathlib import Path
 
@@ -12,9 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from pageferry.client import Client, SyncClient
 from pageferry.core.config import Config, RouterConfig
+from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
 from pageferry.core.prefix import page_hashes
+from pageferry.core.tenants import key_digest
 from pageferry.router.http import build_app
-from pageferry.router.tenant import Salts
+from pageferry.router.tenant import CHECK_S, Callers, Salts
 from pageferry.v1 import inference_pb2 as pb
 
 ONE, TWO = ["Bearer one"], ["Bearer two"]
@@ -28,6 +30,7 @@ def test_salts_are_the_callers_own_and_tell_nothing() -> None:
     assert len(salts.of(ONE)) == 32
     # Another's salt is no credential for it.
     assert salts.of([salts.of(ONE)]) != salts.of(ONE)
+    assert len({salts.of_tenant("one"), salts.of_tenant("two"), salts.of(["one"]), salts.of(ONE)}) == 4
 
 
 def test_routers_with_one_key_agree_and_others_do_not() -> None:
@@ -79,3 +82,97 @@ async def test_a_request_goes_where_its_own_pages_are(tiny_model: Path, authoriz
         assert used == [router.prefills[[[], ONE, TWO].index(authorization)]]
         (route,) = [span for span in await router.log.wait(7) if span.name == "route"]
         assert route.attributes["pageferry.route.prefill_cached_tokens"] == 48
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def tenants(path: Path, **keys: str) -> Path:
+    path.write_text(
+        "\n".join(f'[[tenant]]\nname = "{name}"\nkey_sha256 = ["{key_digest(key)}"]' for name, key in keys.items()),
+        encoding="utf-8",
+    )
+    return path
+
+
+def test_a_caller_is_who_shows_a_tenants_key(tmp_path: Path) -> None:
+    callers = Callers(str(tenants(tmp_path / "tenants.toml", acme="one", other="two")), "secret", Clock())
+    acme = callers.of(["Bearer one"])
+    assert acme.tenant.name == "acme"
+    assert callers.of(["bearer  one "]).account is acme.account
+    assert callers.of(["Bearer two"]).salt not in ("", acme.salt, Salts("secret").of(["Bearer two"]))
+
+
+@pytest.mark.parametrize(
+    ("authorization", "reason"),
+    [
+        ([], "NO_API_KEY"),
+        ([""], "NO_API_KEY"),
+        (["Bearer"], "NO_API_KEY"),
+        (["Bearer "], "NO_API_KEY"),
+        (["Basic sesame"], "NO_API_KEY"),
+        (["sesame"], "NO_API_KEY"),
+        (["Bearer one", "Bearer one"], "NO_API_KEY"),
+        (["Bearer sesame"], "UNKNOWN_API_KEY"),
+        (["Bearer one two"], "UNKNOWN_API_KEY"),
+        (["Bearer s\xe9same"], "UNKNOWN_API_KEY"),
+        ([f"Bearer {key_digest('one')}"], "UNKNOWN_API_KEY"),
+    ],
+)
+def test_all_others_are_refused_and_what_they_sent_is_not_repeated(
+    tmp_path: Path, authorization: list[str], reason: str
+) -> None:
+    callers = Callers(str(tenants(tmp_path / "tenants.toml", acme="one")), "", Clock())
+    with pytest.raises(UnauthenticatedError) as caught:
+        callers.of(authorization)
+    assert caught.value.reason == reason
+    assert "same" not in caught.value.message and "one" not in caught.value.message
+
+
+def test_a_salt_is_the_tenants_whichever_key_it_shows(tmp_path: Path) -> None:
+    path, clock = tmp_path / "tenants.toml", Clock()
+    callers = Callers(str(tenants(path, acme="old")), "", clock)
+    salt = callers.of(["Bearer old"]).salt
+    tenants(path, acme="new key")
+    clock.now += CHECK_S
+    assert callers.of(["Bearer new key"]).salt == salt
+    with pytest.raises(UnauthenticatedError):
+        callers.of(["Bearer old"])
+
+
+def test_a_changed_file_is_taken_over_and_a_broken_or_lost_one_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, clock = tmp_path / "tenants.toml", Clock()
+    callers = Callers(str(tenants(path, acme="one")), "", clock)
+    with callers.of(ONE).account.live(1, 1):
+        for break_it in (lambda: path.write_text("[[tenant]]\nname = 'sesame!'"), path.unlink):
+            break_it()
+            caplog.clear()
+            for _ in range(3):
+                clock.now += CHECK_S
+                assert callers.of(ONE).tenant.name == "acme"
+            assert [record.message for record in caplog.records] == ["tenants_refused"]
+            assert "sesame" not in caplog.text
+        limited = f'[[tenant]]\nname = "acme"\nmax_requests = 1\nkey_sha256 = ["{key_digest("one")}"]'
+        path.write_text(limited, encoding="utf-8")
+        clock.now += CHECK_S / 2
+        assert callers.of(ONE).tenant.max_requests == 0, "not looked at yet"
+        clock.now += CHECK_S / 2
+        with pytest.raises(ResourceExhaustedError, match="1 are live"):
+            callers.of(ONE).account.check_requests()
+    callers.of(ONE).account.check_requests()
+
+
+@pytest.mark.parametrize("problem", ["No such file", "is no TOML", "not UTF-8"])
+def test_a_wrong_file_at_the_start_is_an_error(tmp_path: Path, problem: str) -> None:
+    path = tmp_path / "tenants.toml"
+    if problem != "No such file":
+        path.write_bytes(b"[[" if problem == "is no TOML" else b"\xff")
+    with pytest.raises(InvalidArgumentError, match=problem):
+        Callers(str(path), "", Clock())

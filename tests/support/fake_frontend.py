@@ -92,7 +92,13 @@ class FakeFrontend:
             self.num_closed += 1
             self.closed.set()
 
-    def list_models(self) -> pb.ListModelsResponse:
+    def check_caller(self, authorization: Sequence[str]) -> None:
+        """Anybody may call."""
+
+    def check_admin(self, authorization: Sequence[str], what: str) -> None:
+        """Anybody may ask."""
+
+    def list_models(self, authorization: Sequence[str] = ()) -> pb.ListModelsResponse:
         model = pb.Model(name="tiny", max_model_tokens=256, vocab_size=1000, ready=True)
         return pb.ListModelsResponse(models=[model])
 

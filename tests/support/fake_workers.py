@@ -282,6 +282,7 @@ class Rig:
     clock: Callable[[], float] = time.monotonic
     silence_s: float = 5
     subscriptions: bool = True  # decode workers tell of all calls in one stream
+    admin: tuple[str, ...] = ()  # credentials with which the status is asked for
     tickets: dict[bytes, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
@@ -387,7 +388,7 @@ class Rig:
         """Nothing is live anywhere, and nothing is counted against a worker."""
         for worker in (*self.prefills, *self.decodes):
             await worker.wait_idle()
-        status = self.frontend.get_status()
+        status = self.frontend.get_status(self.admin)
         assert (status.queued, status.running) == (0, 0)
         for worker in self.fleet.workers:
             assert not worker.view.uncounted

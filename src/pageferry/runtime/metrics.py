@@ -19,6 +19,8 @@ OUTCOMES = (
     "cancelled",
     "deadline_exceeded",
     "invalid_argument",
+    "unauthenticated",
+    "permission_denied",
     "resource_exhausted",
     "unavailable",
     "internal",
