@@ -21,12 +21,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnauthenticatedError, UnavailableError
 from pageferry.router import openai_reply as reply
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
 from pageferry.router.http_generation import GenerationResponse, Generator, dump
+from pageferry.router.http_protocol import HttpProtocol
 from pageferry.router.http_tls import HttpTls
 from pageferry.router.openai_request import ParsedRequest, parse_chat, parse_completion
 from pageferry.router.strict_json import refuse
@@ -34,6 +34,7 @@ from pageferry.runtime.logs import log
 
 _MAX_REQUEST_ID = 128
 _BACKLOG = 2048
+BODY_S = 60.0  # for all of a request's body
 _KEEP_ALIVE_S = 120  # longer than clients' and proxies' pools keep an idle connection
 
 
@@ -89,7 +90,7 @@ def _uvicorn_config(app: ASGIApp, grace_s: float, tls: HttpTls | None) -> uvicor
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
     return uvicorn.Config(
         app,
-        http=tls.protocol(H11Protocol) if tls is not None else "h11",
+        http=tls.protocol() if tls is not None else HttpProtocol,
         ssl_context_factory=(lambda *_: tls.context) if tls is not None else None,
         ws="none",
         lifespan="off",
@@ -168,10 +169,14 @@ async def _body(request: Request, max_bytes: int) -> bytes:
     if int(request.headers.get("content-length", "0")) > max_bytes:
         raise too_large
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise HTTPException(408, f"the body took longer than {BODY_S:g} s", {"connection": "close"}) from None
     return bytes(body)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pageferry.core.errors import PermissionDeniedError
 from pageferry.core.security import SecurityConfig
 from pageferry.router import openai_reply as reply
+from pageferry.router.http_protocol import HttpProtocol
 from pageferry.runtime.access import check_ids
 from pageferry.runtime.tls import Certificates
 
@@ -31,12 +31,12 @@ class HttpTls:
         require_clients = bool(security.ca_file) and security.client_certs
         return cls(certificates.for_http(require_clients=require_clients), security.allowed_clients)
 
-    def protocol(self, base: type[H11Protocol]) -> type[H11Protocol]:
-        """One that answers all requests of a connection with 403 whose certificate isn't allowed."""
+    def protocol(self) -> type[HttpProtocol]:
+        """The gateway's, which answers all requests of a connection with 403 whose certificate isn't allowed."""
         allowed = self.allowed_clients
 
-        class Protocol(base):  # type: ignore[valid-type, misc]
-            def connection_made(self, transport: asyncio.Transport) -> None:
+        class Protocol(HttpProtocol):
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(transport)
                 try:
                     check_ids(_spiffe_ids(transport), "allowed_clients", allowed)

@@ -2,12 +2,12 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import fake_frontend as fake
 import httpx
 import pytest
 from fake_frontend import FakeFrontend
+from gateway import serving
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter
 
@@ -28,20 +28,6 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 def client_of(frontend: FakeFrontend, **options: int) -> httpx.AsyncClient:
     app = build_app(frontend, CollectorRegistry(), **options)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pageferry")
-
-
-@asynccontextmanager
-async def serving(frontend: FakeFrontend) -> AsyncIterator[str]:
-    """The gateway on a real port, for what depends on the connection; yields its URL."""
-    stop = asyncio.Event()
-    bound = asyncio.get_running_loop().create_future()
-    app = build_app(frontend, CollectorRegistry())
-    server = asyncio.create_task(serve_http(app, "127.0.0.1", 0, stop, grace_s=1, on_bound=bound.set_result))
-    try:
-        yield f"http://127.0.0.1:{await bound}"
-    finally:
-        stop.set()
-        await server
 
 
 def events_of(body: str) -> list[str]:

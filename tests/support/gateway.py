@@ -1,0 +1,24 @@
+"""The HTTP gateway on a real port, for what depends on the connection."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from pageferry.router.http import build_app, serve_http
+from pageferry.router.http_generation import Generator
+
+
+@asynccontextmanager
+async def serving(frontend: Generator) -> AsyncIterator[str]:
+    """Yields its URL."""
+    stop = asyncio.Event()
+    bound = asyncio.get_running_loop().create_future()
+    app = build_app(frontend, CollectorRegistry())
+    server = asyncio.create_task(serve_http(app, "127.0.0.1", 0, stop, grace_s=1, on_bound=bound.set_result))
+    try:
+        yield f"http://127.0.0.1:{await bound}"
+    finally:
+        stop.set()
+        await server
