@@ -77,6 +77,7 @@ async def door(tiny_model: Path, path: Path, limits: str = "") -> AsyncIterator[
             server.add(add_InferenceServiceServicer_to_server, InferenceServicer(router.frontend), "x")
             async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
                 yield Door(router, InferenceServiceStub(channel), http)
+        await eventually(lambda: router.frontend.get_status(router.admin).running == 0)
         await router.check_idle()
 
 
@@ -204,8 +205,10 @@ async def test_pages_that_a_tenant_may_come_to_hold(tiny_model: Path, path: Path
         assert (code, reason, retry_after_ms) == ("INVALID_ARGUMENT", "EXCEEDS_TENANT_PAGES", None)
         unbounded = ask(**prompt(100))
         unbounded.stop.ClearField("max_tokens")
-        async for event in to.stub.Generate(unbounded, metadata=bearer(ACME)):
+        call = to.stub.Generate(unbounded, metadata=bearer(ACME))
+        async for event in call:
             if event.HasField("delta"):
+                call.cancel()
                 break
         assert to.router.decode.works[-1].stop.max_tokens == 61, "10 pages hold 160 of prompt and answer, but the last"
 
