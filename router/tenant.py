@@ -83,11 +83,10 @@ class Callers:
             return Caller(self._salts.of(authorization), self._anybody)
         self._read_again(self._path)
         if len(authorization) != 1:
-            message = f"authorization must be there once, as Bearer API-KEY; it is there {len(authorization)} times"
-            raise UnauthenticatedError(message, reason="NO_API_KEY")
+            raise UnauthenticatedError("an API key is needed, as one authorization: Bearer KEY", reason="NO_API_KEY")
         scheme, _, key = authorization[0].partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise UnauthenticatedError("authorization must be Bearer API-KEY", reason="NO_API_KEY")
+            raise UnauthenticatedError("authorization must be Bearer KEY", reason="NO_API_KEY")
         tenant = tenant_of(key_digest(key.strip()), (account.tenant for account in self._accounts.values()))
         if tenant is None:
             raise UnauthenticatedError("the API key is not known", reason="UNKNOWN_API_KEY")

@@ -13,12 +13,15 @@ from fake_trace import TRACE_ID
 
 from pageferry.cli import chat, status
 from pageferry.cli.__main__ import build_parser, main
+from pageferry.cli.arguments import API_KEY_VARIABLE
 from pageferry.cli.trace import LATE_SPANS_S
 from pageferry.client import SyncClient
-from pageferry.core.errors import NotFoundError, UnavailableError
+from pageferry.core.config import Config, load_config
+from pageferry.core.errors import NotFoundError, UnauthenticatedError, UnavailableError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout
+from pageferry.core.tenants import key_digest, parse_tenants, tenant_of
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb
 
@@ -125,7 +128,8 @@ def test_wrong_usage_exits_with_2(argv: tuple[str, ...], capsys: pytest.CaptureF
 
 def test_every_command_has_help() -> None:
     (commands,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    assert set(commands.choices) == {"up", "generate", "chat", "status", "trace", "drain", "bench", "demo"}
+    names = {"up", "generate", "chat", "status", "trace", "drain", "bench", "key", "demo"}
+    assert set(commands.choices) == names
     assert all("--help" in parser.format_help() for parser in commands.choices.values())
 
 
@@ -271,3 +275,34 @@ async def test_ctrl_c_ends_an_answer_and_keeps_its_text(monkeypatch: pytest.Monk
         assert await asyncio.to_thread(talk, address) == 0
     asked = [[message.content for message in request.chat.messages] for request in service.frontend.requests]
     assert asked == [["one"], ["one", "Hello", "two"]]
+
+
+def test_a_key_and_its_digest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["key"]) == main(["key"]) == 0
+    key, line, another, _ = capsys.readouterr().out.splitlines()
+    assert key != another and len(key) > 40
+    (tenant,) = parse_tenants(f'[[tenant]]\nname = "acme"\n{line}\n', "file")
+    assert tenant_of(key_digest(key), [tenant]) is tenant
+
+
+@pytest.mark.parametrize("command", [("generate", "a"), ("status", "--once"), ("trace",)])
+@pytest.mark.parametrize("given", [False, True])
+async def test_the_api_key_is_the_option_s_or_the_environment_s(
+    command: tuple[str, ...], given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-environment")
+    async with fake_inference.serving() as (address, service):
+        options = ("--api-key", "from-option") if given else ()
+        assert await run(*command, "--address", address, *options) == 0
+    assert service.metadata["authorization"] == ("Bearer from-option" if given else "Bearer from-environment")
+
+
+def test_the_api_key_s_variable_is_no_setting() -> None:
+    assert load_config(None, {API_KEY_VARIABLE: "secret"}, {}) == Config()
+
+
+async def test_who_is_not_known_is_told_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    error = UnauthenticatedError("an API key is needed", reason="NO_API_KEY")
+    async with fake_inference.serving(error) as (address, _):
+        assert await run("generate", "a", "--address", address) == 1
+    assert capsys.readouterr().err == f"error: an API key is needed; give --api-key, or set {API_KEY_VARIABLE}\n"

@@ -34,13 +34,16 @@ class FakeInference(InferenceServiceServicer):
             await abort(context, error)
 
     async def Tokenize(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
         text = request.text or "".join(message.content for message in request.chat.messages)
         return pb.TokenizeResponse(ids=[1] * len(text), pieces=list(text))
 
     async def ListModels(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
         return self.frontend.list_models()
 
     async def GetStatus(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
         self._asked.set()
         return pb.GetStatusResponse(queued=3, workers=self.workers)
 
@@ -51,6 +54,7 @@ class FakeInference(InferenceServiceServicer):
             await asyncio.wait_for(self._asked.wait(), 10)
 
     async def GetTrace(self, request, context):
+        self.metadata = dict(context.invocation_metadata())
         if request.id == "unknown":
             await abort(context, NotFoundError("trace unknown is not kept"))
         if self.trace_error is not None:

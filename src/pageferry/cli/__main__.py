@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from pageferry import __version__
-from pageferry.cli import bench, chat, demo, drain, generate, status, trace, up
-from pageferry.core.errors import PageferryError, UnavailableError
+from pageferry.cli import bench, chat, demo, drain, generate, key, status, trace, up
+from pageferry.cli.arguments import API_KEY_VARIABLE
+from pageferry.core.errors import PageferryError, UnauthenticatedError, UnavailableError
 
 _INTERRUPTED = 130
 _UNREACHED = ("failed to connect", "dns resolution failed", "errors resolving")  # as the gRPC library says it
@@ -26,6 +27,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "trace": (trace.add_command, "show a request's way as a waterfall"),
     "drain": (drain.add_command, "take a router or worker out of work, and wait until nothing is open"),
     "bench": (bench.add_command, "put load on a server, this one or another, and measure it"),
+    "key": (key.add_command, "make an API key for a caller"),
     "demo": (demo.add_command, "start three processes, ask one question, show its trace"),
 }
 
@@ -73,6 +75,8 @@ def _message(error: PageferryError, arguments: argparse.Namespace) -> str:
             if sign in error.message.lower():
                 return f"no {called} answers at {address}: {hint}"
         return f"no {called} answers at {address}; start one with `pageferry up`, or name another with --address"
+    if address and isinstance(error, UnauthenticatedError):
+        return f"{error.message}; give --api-key, or set {API_KEY_VARIABLE}"
     return error.message
 
 

@@ -1,11 +1,13 @@
 """Arguments that commands share."""
 
 import argparse
+import os
 from typing import cast
 
 from pageferry.client import Options
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+API_KEY_VARIABLE = "API_KEY_PAGEFERRY"  # PAGEFERRY_… are settings
 _FILES = (
     ("--ca", "FILE", "PEM, who signs the router's certificate: encrypt the connection"),
     ("--cert", "FILE", "PEM, the certificate to show, where the router wants one"),
@@ -17,11 +19,13 @@ _FILES = (
 def add_address(parser: argparse.ArgumentParser) -> None:
     text = f"of the router; several with commas between them, or dns:///NAME:PORT; default {DEFAULT_ADDRESS}"
     parser.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=text)
+    text = f"of the caller; default {API_KEY_VARIABLE} of the environment, where other users can't see it"
+    parser.add_argument("--api-key", default="", metavar="KEY", help=text)
     add_files(parser)
 
 
 def add_files(parser: argparse._ActionsContainer) -> None:
-    """Of an encrypted connection; `files_of` finds what was given."""
+    """Of an encrypted connection."""
     for name, metavar, text in _FILES:
         parser.add_argument(name, default="", metavar=metavar, help=text)
 
@@ -29,6 +33,16 @@ def add_files(parser: argparse._ActionsContainer) -> None:
 def files_of(arguments: argparse.Namespace) -> dict[str, str]:
     """As the client library takes them."""
     return {name: getattr(arguments, name) for name in ("ca", "cert", "key", "server_name")}
+
+
+def connection_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """What was given of `add_address`'s arguments beside the address, as the client library takes it."""
+    return {"api_key": arguments.api_key or default_api_key(), **files_of(arguments)}
+
+
+def default_api_key() -> str:
+    """That of the environment."""
+    return os.environ.get(API_KEY_VARIABLE, "")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

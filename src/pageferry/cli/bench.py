@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pageferry.cli.arguments import DEFAULT_ADDRESS, files_of
+from pageferry.cli.arguments import DEFAULT_ADDRESS, default_api_key, files_of
 from pageferry.cli.bench_options import add_options, load_of
 from pageferry.client.connection import certificates
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, invalid
@@ -121,7 +121,8 @@ def _target(arguments: argparse.Namespace, load: "Load") -> "Target":
     common: dict[str, Any] = {
         "chat": arguments.endpoint == "chat",
         "model": arguments.model,
-        "api_key": arguments.api_key,
+        # That of the environment is for Pageferry, whatever else is measured.
+        "api_key": arguments.api_key or (default_api_key() if arguments.url is None else ""),
         "temperature": load.temperature,
         "certificates": certificates(**files_of(arguments)),
     }

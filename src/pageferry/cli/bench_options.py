@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pageferry.cli.arguments import DEFAULT_ADDRESS, add_files
+from pageferry.cli.arguments import API_KEY_VARIABLE, DEFAULT_ADDRESS, add_files
 
 if TYPE_CHECKING:  # loaded only for this command
     from pageferry.loadgen.load import Load
@@ -64,7 +64,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--url", metavar="URL", help="an OpenAI-compatible server, such as http://127.0.0.1:8080/v1")
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="default completions")
     group.add_argument("--model", default="", metavar="NAME", help="default: the first that the server names")
-    group.add_argument("--api-key", default="", metavar="KEY", help="sent as Authorization: Bearer KEY")
+    text = f"sent as Authorization: Bearer KEY; default, for --target only: {API_KEY_VARIABLE} of the environment"
+    group.add_argument("--api-key", default="", metavar="KEY", help=text)
     add_files(group)
     group.add_argument(
         "--new-connections", action="store_true", help="with --url: one a request, where the server drops kept ones"

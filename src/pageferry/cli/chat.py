@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 
-from pageferry.cli.arguments import add_address, add_sampling, files_of, sampling_options
+from pageferry.cli.arguments import add_address, add_sampling, connection_of, sampling_options
 from pageferry.client import Message, Options, PageferryError, SyncClient
 
 _HELP = "Ctrl-C stops an answer, Ctrl-D leaves; /new starts over"
@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
     opening: list[Message] = [{"role": "system", "content": arguments.system}] if arguments.system else []
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (gives input() history and editing)
-    with SyncClient(arguments.address, **files_of(arguments)) as client:
+    with SyncClient(arguments.address, **connection_of(arguments)) as client:
         (model, *_) = client.models()
         print(f"{model.name}. {_HELP}.")
         return converse(client, opening, sampling_options(arguments))

@@ -6,6 +6,7 @@ import os
 import sys
 
 from pageferry.cli import trace
+from pageferry.cli.arguments import default_api_key
 from pageferry.cli.generate import handoff_text, stream_answer
 from pageferry.cli.launch import Launch, plan
 from pageferry.cli.up import report_progress, started
@@ -49,7 +50,7 @@ async def _demo(config: Config, question: str) -> int:
 
 async def _ask(launch: Launch, question: str) -> None:
     print(f"ready; asks:\n\n> {question}", flush=True)
-    async with Client(launch.address, **launch.client_files) as client:
+    async with Client(launch.address, api_key=default_api_key(), **launch.client_files) as client:
         result = await stream_answer(client, [{"role": "user", "content": question}], _GREEDY)
         data = await trace.whole_trace(client, result.trace_id)
     print()

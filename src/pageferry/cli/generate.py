@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 
 from pageferry.cli import trace
-from pageferry.cli.arguments import add_address, add_sampling, files_of, sampling_options
+from pageferry.cli.arguments import add_address, add_sampling, connection_of, sampling_options
 from pageferry.cli.waterfall import bytes_text
 from pageferry.client import Client, Options, Prompt, Result
 from pageferry.core.errors import invalid
@@ -85,7 +85,7 @@ def _prompt(arguments: argparse.Namespace) -> Prompt:
 
 async def _generate(arguments: argparse.Namespace) -> int:
     prompt = _prompt(arguments)
-    async with Client(arguments.address, **files_of(arguments)) as client:
+    async with Client(arguments.address, **connection_of(arguments)) as client:
         result = await stream_answer(client, prompt, sampling_options(arguments), quiet=arguments.json)
         if arguments.json:
             print(json.dumps(as_json(result), ensure_ascii=False), flush=True)

@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.live import Live
 from rich.text import Text
 
-from pageferry.cli.arguments import add_address, files_of
+from pageferry.cli.arguments import add_address, connection_of
 from pageferry.client import Client
 from pageferry.runtime.convert import format_from_proto, groups_from_proto
 from pageferry.v1 import inference_pb2 as pb
@@ -98,7 +98,7 @@ def _pool_row(name: str, pool: pb.PoolLoad | pb.WorkerLoad, kept: str) -> tuple[
 
 
 async def _status(arguments: argparse.Namespace) -> int:
-    async with Client(arguments.address, **files_of(arguments)) as client:
+    async with Client(arguments.address, **connection_of(arguments)) as client:
         status = await client.status()
         if arguments.json:
             print(

@@ -11,7 +11,7 @@ from typing import TextIO
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.cli import waterfall
-from pageferry.cli.arguments import add_address, files_of
+from pageferry.cli.arguments import add_address, connection_of
 from pageferry.client import Client
 from pageferry.core.errors import NotFoundError
 
@@ -62,7 +62,7 @@ def trace_id_of(data: TracesData) -> str:
 
 
 async def _trace(arguments: argparse.Namespace) -> int:
-    async with Client(arguments.address, **files_of(arguments)) as client:
+    async with Client(arguments.address, **connection_of(arguments)) as client:
         data = await whole_trace(client, "" if arguments.id == "last" else arguments.id)
     if arguments.json:
         print(json.dumps({"trace_id": trace_id_of(data), "spans": waterfall.as_json(data)}, ensure_ascii=False))

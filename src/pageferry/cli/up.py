@@ -11,12 +11,19 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pageferry.cli.arguments import default_api_key
 from pageferry.cli.launch import Launch, plan
 from pageferry.cli.run_directory import run_directory
 from pageferry.cli.supervisor import Report, Supervisor
 from pageferry.client import Client
 from pageferry.core.config import Config, ServerConfig, load_config
-from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
+from pageferry.core.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from pageferry.core.settings import parse_overrides
 from pageferry.runtime.process import ENGINE_OPTIONS, add_engine_options, given_settings
 from pageferry.v1 import inference_pb2 as pb
@@ -140,10 +147,14 @@ async def _until_ready(launch: Launch, supervisor: Supervisor) -> None:
 
 
 async def _all_ready(launch: Launch) -> None:
-    async with Client(launch.address, **launch.client_files) as client:
+    async with Client(launch.address, api_key=default_api_key(), **launch.client_files) as client:
         while True:
             with contextlib.suppress(UnavailableError):
-                if _is_ready(await client.status(), len(launch.workers)):
+                try:
+                    ready = _is_ready(await client.status(), len(launch.workers))
+                except (UnauthenticatedError, PermissionDeniedError):  # then anybody may know no more than this
+                    ready = await client.is_serving()
+                if ready:
                     return
             await asyncio.sleep(_POLL_S)
 

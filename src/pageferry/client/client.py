@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar, Unpack
 
 import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
@@ -79,9 +81,10 @@ class Client:
     Several routers are named as "10.0.0.1:50051,10.0.0.2:50051", or as "dns:///name:50051" where a name stands for
     them: calls go to those that are ready, in turn, and one that a router could not begin is made again on another.
     The current OpenTelemetry span, if there is one, becomes the parent of the request's trace. Clients of one `api_key`
-    share cached prompts, with no others. With `ca`, a PEM file of who signs the router's certificate, the connection is
-    encrypted; `cert` and `key` are the client's own, where the router wants them. The files are read again when they
-    change. `server_name` is a name in the router's certificate, where that isn't the address's host.
+    share cached prompts, with no others; where the router knows tenants, it must be one's. With `ca`, a PEM file of who
+    signs the router's certificate, the connection is encrypted; `cert` and `key` are the client's own, where the router
+    wants them. The files are read again when they change. `server_name` is a name in the router's certificate, where
+    that isn't the address's host.
     """
 
     def __init__(
@@ -125,29 +128,40 @@ class Client:
 
     async def tokenize(self, text: str | Sequence[Message], *, model: str = "") -> pb.TokenizeResponse:
         """Token ids, and the text of each, of a text or of a conversation in the model's chat template."""
-        return await _reply(self._stub.Tokenize(tokenize_request(text, model)))
+        return await _reply(self._stub.Tokenize(tokenize_request(text, model), metadata=self._metadata))
 
     async def models(self) -> list[pb.Model]:
         """The models served."""
-        return list((await _reply(self._stub.ListModels(pb.ListModelsRequest()))).models)
+        reply = await _reply(self._stub.ListModels(pb.ListModelsRequest(), metadata=self._metadata))
+        return list(reply.models)
+
+    async def is_serving(self) -> bool:
+        """Whether requests can be served now; to be asked without an API key, too."""
+        check = HealthStub(self._open_channel).Check(HealthCheckRequest())
+        return bool((await _reply(check)).status == HealthCheckResponse.SERVING)
 
     async def status(self) -> pb.GetStatusResponse:
         """Every worker as the router sees it, and the router's queue."""
-        return await _reply(self._stub.GetStatus(pb.GetStatusRequest()))
+        return await _reply(self._stub.GetStatus(pb.GetStatusRequest(), metadata=self._metadata))
 
     async def trace(self, trace_id: str = "") -> TracesData:
         """A recent trace by its hex id or its request's id; the latest finished one where there is none.
 
         The router keeps traces only where no collector is configured. Workers' spans come up to a second late.
         """
-        response = await _reply(self._stub.GetTrace(pb.GetTraceRequest(id=trace_id)))
+        request = pb.GetTraceRequest(id=trace_id)
+        response = await _reply(self._stub.GetTrace(request, metadata=self._metadata))
         return TracesData.FromString(response.traces_data)
 
     @property
     def _stub(self) -> "InferenceServiceAsyncStub":
+        return InferenceServiceStub(self._open_channel)
+
+    @property
+    def _open_channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             raise RuntimeError("the client is not open; use it as `async with Client(…) as client`")
-        return InferenceServiceStub(self._channel)
+        return self._channel
 
 
 async def _reply(call: Awaitable[_Reply]) -> _Reply:

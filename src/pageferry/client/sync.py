@@ -110,22 +110,28 @@ class SyncClient:
 
     def tokenize(self, text: str | Sequence[Message], *, model: str = "") -> pb.TokenizeResponse:
         """Token ids, and the text of each, of a text or of a conversation in the model's chat template."""
-        return _reply(self._stub.Tokenize, tokenize_request(text, model))
+        return self._reply(self._stub.Tokenize, tokenize_request(text, model))
 
     def models(self) -> list[pb.Model]:
         """The models served."""
-        return list(_reply(self._stub.ListModels, pb.ListModelsRequest()).models)
+        return list(self._reply(self._stub.ListModels, pb.ListModelsRequest()).models)
 
     def status(self) -> pb.GetStatusResponse:
         """Every worker as the router sees it, and the router's queue."""
-        return _reply(self._stub.GetStatus, pb.GetStatusRequest())
+        return self._reply(self._stub.GetStatus, pb.GetStatusRequest())
 
     def trace(self, trace_id: str = "") -> TracesData:
         """A recent trace by its hex id or its request's id; the latest finished one where there is none.
 
         The router keeps traces only where no collector is configured. Workers' spans come up to a second late.
         """
-        return TracesData.FromString(_reply(self._stub.GetTrace, pb.GetTraceRequest(id=trace_id)).traces_data)
+        return TracesData.FromString(self._reply(self._stub.GetTrace, pb.GetTraceRequest(id=trace_id)).traces_data)
+
+    def _reply(self, method: Callable[..., _Reply], request: object) -> _Reply:
+        try:
+            return method(request, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise _error(error) from None
 
 
 def _open(address: str, files: Certificates | None) -> grpc.Channel:
@@ -136,13 +142,6 @@ def _open(address: str, files: Certificates | None) -> grpc.Channel:
     check_name(target, files.files)
     options = (*options, *channel_options(files.files))
     return grpc.secure_channel(target.uri, channel_credentials(files.now), options=options)
-
-
-def _reply(method: Callable[..., _Reply], request: object) -> _Reply:
-    try:
-        return method(request)
-    except grpc.RpcError as error:
-        raise _error(error) from None
 
 
 def _error(error: grpc.RpcError) -> PageferryError:

@@ -7,7 +7,7 @@ import grpc
 from opentelemetry.trace import NoOpTracer
 
 from pageferry.client.request import credentials
-from pageferry.core.errors import FailedPreconditionError, NotFoundError, UnavailableError
+from pageferry.core.errors import FailedPreconditionError, NotFoundError, UnauthenticatedError, UnavailableError
 from pageferry.loadgen.result import Target as TargetInfo
 from pageferry.loadgen.target import Answer, Question, RequestFailedError, ServerLoad
 from pageferry.runtime.channels import open_channel
@@ -49,9 +49,13 @@ class GrpcTarget:
 
     async def prepare(self) -> list[str]:
         try:
-            reply = await self._stub.ListModels(pb.ListModelsRequest(), timeout=_CHECK_TIMEOUT_S)
+            reply = await self._stub.ListModels(
+                pb.ListModelsRequest(), timeout=_CHECK_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             known = from_rpc_error(error)
+            if isinstance(known, UnauthenticatedError):
+                raise UnauthenticatedError(f"{known.message}; set --api-key", reason=known.reason) from None
             what_to_do = "start one with `pageferry up`, or name another with --target"
             message = f"no router answers at {self._address}; {what_to_do} ({known.message})"
             raise UnavailableError(message, reason=known.reason) from None
@@ -86,7 +90,9 @@ class GrpcTarget:
 
     async def server_load(self) -> ServerLoad | None:
         try:
-            status = await self._stub.GetStatus(pb.GetStatusRequest(), timeout=_CHECK_TIMEOUT_S)
+            status = await self._stub.GetStatus(
+                pb.GetStatusRequest(), timeout=_CHECK_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError:
             return None
         loads = [worker.load for worker in status.workers if worker.role == "decode"]
