@@ -78,7 +78,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     assert refused(path).startswith(f"{path}: {message}")
 
 
-@pytest.mark.parametrize("text", ["[server\n", "\xff"])
+@pytest.mark.parametrize("text", ["[server\n", "\xff", "x = " + "[" * 50_000, "x = " + "1" * 5000])
 def test_a_file_that_is_no_toml_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "pageferry.toml"
     path.write_bytes(text.encode("latin-1"))

@@ -107,17 +107,24 @@ def test_what_distinguishes_the_architectures() -> None:
     assert (biased.attention_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
 
 
+WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "gpt2"}, r"model_type is 'gpt2', supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": None}, "model_type is None"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0, must be a whole number of at least 1"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0, must be a whole number from 1"),
         ({"num_key_value_heads": 3}, "num_kv_heads is 3, must divide num_heads, 4"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"head_dim": 15}, "head_dim is 15, must be even"),
-        ({"num_hidden_layers": 10**12}, "num_layers is 1000000000000, must be at most 1000"),
+        ({"num_hidden_layers": 10**9}, "num_layers is 1000000000, must be at most 1000"),
+        (
+            {"num_hidden_layers": 10**12},
+            "num_hidden_layers is 1000000000000, must be a whole number from 1 to 2147483647",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"rope_type": "foo"}}, "rope_type is 'foo', supported are default, linear, llama3"),
@@ -133,6 +140,12 @@ def test_what_distinguishes_the_architectures() -> None:
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
             "all layers must attend alike",
         ),
+        ({"rope_theta": 10**400}, "rope_theta is 1000.*, must be a positive number"),
+        (WINDOWED | {"layer_types": ["sliding_attention", []]}, "layer_types is .*, must be a list of texts"),
+        (WINDOWED | {"layer_types": {"0": "full_attention"}}, "layer_types is .*, must be a list of texts"),
+        (WINDOWED | {"max_window_layers": "all"}, "max_window_layers is 'all', must be absent or a whole number"),
+        (WINDOWED | {"num_hidden_layers": 2**31 - 1}, "num_layers is 2147483647, must be at most 1000"),
+        ({"sliding_window": 2**40, "model_type": "mistral"}, "sliding_window is 1099511627776"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -35,6 +35,12 @@ def test_nothing_there() -> None:
         resolve_model("no/such")
 
 
+def test_a_name_that_no_file_can_have() -> None:
+    for name in ("x" * 5000, "a\x00b", "~nobody-of-that-name/model"):
+        with pytest.raises(NotFoundError):
+            resolve_model(name)
+
+
 def test_a_directory_without_config_or_weights(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
@@ -54,6 +60,14 @@ def test_shards_come_from_the_index_and_stay_in_the_directory(tmp_path: Path) ->
     (tmp_path / "two.safetensors").write_bytes(b"")
     paths = safetensors_paths(resolve_model(str(tmp_path)))
     assert paths == (tmp_path / "one.safetensors", tmp_path / "two.safetensors")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\x00b", "", "..", "."])
+def test_an_index_that_names_what_no_file_is_called(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(InvalidArgumentError, match="missing "):
+        resolve_model(str(tmp_path))
 
 
 def test_an_index_that_names_no_files_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,14 @@ gateway into an HTTP status. Messages name the field, the value and the limit, a
 """
 
 from dataclasses import dataclass
+from reprlib import Repr
 from typing import ClassVar
+
+MAX_MESSAGE_CHARACTERS = 2000  # what an error says of a file or a peer is as long as they like
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
+_SHORT.maxlong = 60
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class PageferryError(Exception):
         retry_after_ms: int | None = None,
         violations: tuple[FieldViolation, ...] = (),
     ) -> None:
+        if len(message) > MAX_MESSAGE_CHARACTERS:
+            message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
         super().__init__(message)
         self.message = message
         self.reason = reason or self.code
@@ -124,6 +133,6 @@ class DataLossError(PageferryError):
 
 def invalid(field: str, value: object, limit: str, *, reason: str = "INVALID_FIELD") -> InvalidArgumentError:
     """The error for one bad field, e.g. `invalid("temperature", nan, "must be 0 or finite and positive")`."""
-    description = f"is {value!r}, {limit}"
+    description = f"is {_SHORT.repr(value)}, {limit}"
     message = f"{field} {description}"
     return InvalidArgumentError(message, reason=reason, violations=(FieldViolation(field, description),))

@@ -1,6 +1,6 @@
 """What a model is, read from a Hugging Face `config.json` or from GGUF metadata; what is not supported is refused."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ HF_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _MAX_HEAD_DIM = 512
 _MAX_LAYERS = 1000
+_MAX_WHOLE = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +158,21 @@ class _Fields:
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise invalid(f"{self.source}: {key}", value, "must be a whole number of at least 1")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_WHOLE:
+            raise invalid(f"{self.source}: {key}", value, f"must be a whole number from 1 to {_MAX_WHOLE}")
         return value
 
     def whole_or_none(self, key: str) -> int | None:
         value = self.values.get(key)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise invalid(f"{self.source}: {key}", value, "must be absent or a whole number")
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (is_whole and 0 <= value <= _MAX_WHOLE):
+            raise invalid(f"{self.source}: {key}", value, f"must be absent or a whole number up to {_MAX_WHOLE}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
+        if not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise invalid(f"{self.source}: {key}", value, "must be a positive number")
         return float(value)
 
@@ -232,12 +234,16 @@ def _hf_window(fields: _Fields, architecture: str) -> int | None:
         return (fields.whole_or_none("sliding_window") or None) if "sliding_window" in fields.values else 4096
     if not fields.flag("use_sliding_window"):
         return None
-    first = fields.values.get("max_window_layers", 28)
-    kinds = fields.values.get("layer_types") or [
-        "full_attention" if layer < first else "sliding_attention" for layer in range(fields.whole("num_hidden_layers"))
-    ]
-    if set(kinds) == {"full_attention"}:
+    first = fields.whole_or_none("max_window_layers")
+    num_full = 28 if first is None else first
+    kinds = fields.values.get("layer_types")
+    if kinds and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise invalid("config.json: layer_types", kinds, "must be a list of texts")
+    found = set(kinds or ["full_attention"] * (num_full > 0))
+    if not kinds and num_full < fields.whole("num_hidden_layers"):
+        found.add("sliding_attention")
+    if found == {"full_attention"}:
         return None
-    if set(kinds) == {"sliding_attention"}:
+    if found == {"sliding_attention"}:
         return fields.whole("sliding_window")
-    raise invalid("config.json: layer_types", sorted(set(kinds)), "all layers must attend alike")
+    raise invalid("config.json: layer_types", sorted(found), "all layers must attend alike")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,14 +38,14 @@ def resolve_model(spec: str) -> ModelFiles:
     """
     if spec in _PACKAGED:
         return ModelFiles(spec, "gguf", _packaged_file(spec, _PACKAGED[spec]))
-    path = Path(spec).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(spec))
+    if os.path.isdir(path):  # which is false where the name itself is impossible; Path's raises
         if not (path / "config.json").is_file():
             raise InvalidArgumentError(f"model directory {path} has no config.json", reason="MODEL_INVALID")
         files = ModelFiles(path.resolve().name, "hf", path)
         safetensors_paths(files)
         return files
-    if path.is_file():
+    if os.path.isfile(path):
         return ModelFiles(path.stem, "gguf", path)
     packaged = ", ".join(_PACKAGED)
     message = f"model {spec!r} is no directory, no file, and no packaged model ({packaged})"
@@ -118,7 +119,7 @@ def safetensors_paths(files: ModelFiles) -> tuple[Path, ...]:
         paths = tuple(directory / Path(name).name for name in sorted(set(weight_map.values())))
     else:
         paths = (directory / _SINGLE,)
-    missing = [path.name for path in paths if not path.is_file()]
+    missing = [path.name for path in paths if not os.path.isfile(path)]
     if missing:
         raise InvalidArgumentError(
             f"model directory {directory} has no weights: missing {', '.join(missing)} (only safetensors are read)",

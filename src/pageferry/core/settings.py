@@ -23,7 +23,7 @@ class Setting:
 def read_file(path: Path) -> dict[str, Setting]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"configuration file {path} cannot be read: {error}", reason="BAD_CONFIG") from None
     settings: dict[str, Setting] = {}
     for section, table in document.items():
