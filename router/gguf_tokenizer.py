@@ -62,7 +62,7 @@ class GgufVocabulary:
 
     def _strings(self, name: str) -> list[str]:
         value = self.get(name)
-        if not isinstance(value, list) or not value or not isinstance(value[0], str):
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise _wrong(name, type(value).__name__, "must be a list of texts")
         return value
 

@@ -1,12 +1,13 @@
 """Text to token ids and back, and the model's chat template, for both forms that a model comes in."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Encoder
 
-from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.errors import InternalError, InvalidArgumentError, PageferryError
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, map_gguf, naming, read_json
 from pageferry.router.chat_template import ChatTemplate
@@ -39,8 +40,13 @@ class Tokenizer:
 
         Without `add_special`, which is for rendered chats, nothing is put around them.
         """
-        # Only a batch is encoded without the interpreter's lock, so that other threads run meanwhile.
-        (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special)
+        try:
+            # Only a batch is encoded without the interpreter's lock, so that other threads run meanwhile.
+            (encoding,) = self._encoder.encode_batch_fast([text], add_special_tokens=add_special)
+        except BaseException as error:
+            if isinstance(error, Exception) or _is_panic(error):
+                raise InternalError("the model's tokenizer fails on this text", reason="TOKENIZER_FAILED") from None
+            raise
         ids: list[int] = encoding.ids
         if add_special and self._bos_id is not None:
             ids.insert(0, self._bos_id)
@@ -69,8 +75,10 @@ def _from_gguf(files: ModelFiles) -> Tokenizer:
     vocabulary = GgufVocabulary(file.metadata)
     template = file.metadata.get("tokenizer.chat_template")
     special_tokens = {f"{name}_token": token for name in ("bos", "eos") if (token := vocabulary.token_of(name))}
+    with _reading(files.path):
+        encoder = vocabulary.build()
     return Tokenizer(
-        vocabulary.build(),
+        encoder,
         template=ChatTemplate(template if isinstance(template, str) else None, special_tokens),
         eos_ids=ModelConfig.from_gguf(file, files.name).eos_ids,
         bos_id=vocabulary.get("bos_token_id") if vocabulary.adds_bos else None,
@@ -81,10 +89,8 @@ def _from_directory(files: ModelFiles) -> Tokenizer:
     path = files.path / "tokenizer.json"
     if not path.is_file():
         raise InvalidArgumentError(f"model directory {files.path} has no tokenizer.json", reason="MODEL_INVALID")
-    try:
+    with _reading(path):
         encoder = Encoder.from_file(str(path))
-    except Exception as error:  # the library raises nothing more special
-        raise InvalidArgumentError(f"{path} can't be read: {error}", reason="MODEL_INVALID") from None
     # Limits of the file's own would cut prompts without a word.
     encoder.no_truncation()
     encoder.no_padding()
@@ -99,6 +105,24 @@ def _from_directory(files: ModelFiles) -> Tokenizer:
         eos_ids=load_config_of(files).eos_ids,
         bos_id=None,
     )
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Let what the library can't make a tokenizer of be an InvalidArgumentError that names the file."""
+    try:
+        yield
+    except PageferryError:
+        raise
+    except BaseException as error:  # the library raises nothing more special, and panics are not even Exceptions
+        if not (isinstance(error, Exception) or _is_panic(error)):
+            raise
+        raise InvalidArgumentError(f"{path} can't be read: {error}", reason="MODEL_INVALID") from None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether the library's code in Rust has failed; the class can't be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def _token_text(value: object) -> str | None:

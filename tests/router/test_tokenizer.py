@@ -213,6 +213,15 @@ def test_a_directory_without_a_tokenizer_is_refused(copied: Path) -> None:
         load_tokenizer(resolve_model(str(copied)))
 
 
+def test_a_tokenizer_that_the_library_panics_at_is_refused(copied: Path) -> None:
+    path = copied / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    tokenizer["model"]["continuing_subword_prefix"] = "#" * 20  # longer than any token
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match=r"tokenizer\.json can't be read"):
+        load_tokenizer(resolve_model(str(copied)))
+
+
 def test_without_a_template_each_chat_says_how_to_set_one() -> None:
     with pytest.raises(FailedPreconditionError, match=r"no chat template; put a chat template into tokenizer_config"):
         ChatTemplate(None, {}).render(USER)
