@@ -161,7 +161,7 @@ class Admission:
         messages = [{"role": message.role, "content": message.content} for message in chat.messages]
         if self._config.normalise_system:
             _normalise_system(messages)
-        rendered = self._tokenizer.apply_chat_template(messages)
+        rendered = await self._tokenizer.template.render_async(messages)
         return await self._encode("chat", rendered, add_special=False)
 
     def _check_bytes(self, field: str, num_bytes: int) -> None:

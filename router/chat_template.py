@@ -1,13 +1,18 @@
-"""A model's chat template, rendered in a sandbox: it comes with the model and is no code of ours."""
+"""A model's chat template, rendered by a process of its own: see `template_process`."""
 
+import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
-
-from jinja2 import Template, TemplateError, TemplateSyntaxError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from threading import Lock
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
 
@@ -15,58 +20,120 @@ _HOW_TO_SET = (
     "put a chat template into tokenizer_config.json or chat_template.jinja of the model's directory "
     "(tokenizer.chat_template of a GGUF file), or send a prompt instead of a chat"
 )
+_SCRIPT = Path(__file__).with_name("template_process.py")
+_ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # nothing else of the router's, which has secrets in it
+_PATIENCE_S = 60.0  # for a process that neither answers nor dies; one that computes too long dies by itself
+_KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+_TOO_MUCH = "takes more processor time or memory than a template may"
 
 
 class ChatTemplate:
     """Renders conversations. A template that is missing or broken is an error of each chat, not of the start."""
 
     def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = dict(special_tokens)
-        self._template: Template | None = None
-        self.problem = ""  # why there is none
-        if source is None:
-            self.problem = "the model has no chat template"
-            return
-        try:
-            self._template = _environment().from_string(source)
-        except TemplateSyntaxError as error:
-            self.problem = f"the model's chat template has an error in line {error.lineno}: {error.message}"
+        self._job = None if source is None else {"source": source, "special_tokens": dict(special_tokens)}
+        self._process: _Process | None = None
+        self._ending: weakref.finalize[..., ChatTemplate] | None = None
+        self._lock = Lock()
+        self._executor = ThreadPoolExecutor(1, "chat-template")  # its own: a slow template holds up nothing but chats
+
+    @cached_property
+    def problem(self) -> str:
+        """Why there is none; empty where there is one. The first call waits until it is compiled."""
+        if self._job is None:
+            return "the model has no chat template"
+        with self._lock:
+            try:
+                problem = self._started().problem
+            except _DiedError:
+                problem = _TOO_MUCH
+        return f"the model's chat template {problem}" if problem else ""
+
+    async def render_async(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """As `render`, without holding up the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.render, messages)
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """Raises FailedPreconditionError without a template, InvalidArgumentError where the template refuses."""
-        if self._template is None:
+        if self.problem:
             raise FailedPreconditionError(f"{self.problem}; {_HOW_TO_SET}", reason="NO_CHAT_TEMPLATE")
-        try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except TemplateError as error:
-            message = f"chat does not suit the model's chat template: {error.message}"
-            raise InvalidArgumentError(message, reason="CHAT_REFUSED") from None
-        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        values = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        with self._lock:
+            reply = self._ask(values)
+        if "refused" in reply:
+            message = f"chat does not suit the model's chat template: {reply['refused']}"
+            raise InvalidArgumentError(message, reason="CHAT_REFUSED")
+        if "text" not in reply:
             # The template's own mistake; what it says could hold text of the request.
-            message = f"the model's chat template fails on this chat ({type(error).__name__}); {_HOW_TO_SET}"
-            raise FailedPreconditionError(message, reason="CHAT_TEMPLATE_FAILED") from None
+            message = f"the model's chat template fails on this chat ({reply['failed']}); {_HOW_TO_SET}"
+            raise FailedPreconditionError(message, reason="CHAT_TEMPLATE_FAILED")
+        return reply["text"]
+
+    def _ask(self, values: Mapping[str, object]) -> dict[str, str]:
+        """One that somebody else has ended is started anew, once."""
+        for _ in range(2):
+            try:
+                return self._started().ask(values)
+            except _DiedError as error:
+                if error.by_itself:
+                    break
+        return {"failed": _TOO_MUCH}
+
+    def _started(self) -> "_Process":
+        assert self._job is not None
+        if self._process is None or self._process.is_over:
+            self._process = _Process(self._job)
+            if self._ending is not None:
+                self._ending.detach()
+            self._ending = weakref.finalize(self, self._process.end)
+        return self._process
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """As transformers sets it up, so that templates written for it render the same."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+class _DiedError(Exception):
+    """The process is over; `by_itself`: for what it was asked to do, not since somebody killed it."""
+
+    def __init__(self, *, by_itself: bool) -> None:
+        super().__init__()
+        self.by_itself = by_itself
 
 
-def _raise(message: str) -> NoReturn:
-    raise TemplateError(message)
+class _Process:
+    """A running template process, to which one thread at a time talks."""
 
+    def __init__(self, job: Mapping[str, object]) -> None:
+        """Waits until the template is compiled; raises _DiedError where that takes too much."""
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(_SCRIPT), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # what it could say there might hold text of a request
+                pass_fds=[theirs.fileno()],
+                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            )
+        self.is_over = False
+        self.problem = self.ask(job).get("problem", "")
 
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().astimezone().strftime(pattern)
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
+    def ask(self, message: Mapping[str, object]) -> dict[str, str]:
+        is_stuck = False
+        try:
+            self._connection.send_bytes(json.dumps(message).encode())
+            if self._connection.poll(_PATIENCE_S):
+                reply: dict[str, str] = json.loads(self._connection.recv_bytes())
+                return reply
+            is_stuck = True
+        except (EOFError, OSError):
+            pass
+        raise _DiedError(by_itself=self.end() not in _KILLED or is_stuck)
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    def end(self) -> int:
+        """Its exit status; idempotent."""
+        self.is_over = True
+        self._connection.close()
+        self._process.kill()
+        return self._process.wait()
