@@ -1,4 +1,4 @@
-# One verb each; `.ci/run` runs the same ones. Settings: PYTHON (3.11 or 3.12), MODEL, SECONDS_SOAK, SEED.
+# One verb each; `.ci/run` runs the same ones. Settings: PYTHON (3.11 or 3.12), MODEL, SECONDS_SOAK, SEED, MINUTES.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 export PYTHONSAFEPATH := 1
@@ -16,8 +16,9 @@ SERVICES := $(shell grep -l '^service ' $(PROTOS))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 SEED ?= 1
 SECONDS_SOAK ?= 60
+MINUTES ?= 60
 
-.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check bench soak format clean
+.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check bench soak fuzz format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +28,7 @@ help:
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load, cancels and kills"
+	@echo "make fuzz      wrong input for every parser, for MINUTES=60"
 	@echo "make setup     only install                         make clean     remove what all these made"
 	@echo "make kernels   build the C++ kernels anew"
 
@@ -108,6 +110,9 @@ bench: setup
 
 soak: setup
 	$(BIN)/python tests/faults/soak.py --seed $(SEED) --seconds $(SECONDS_SOAK)
+
+fuzz: setup
+	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(if $(filter-out file default,$(origin SEED)),--seed $(SEED))
 
 clean:
 	rm -rf kernels/_cpu.so .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -10,10 +10,19 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, running
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 from tiny_model import write_tiny_model
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile(
+    "fuzz",  # of tests/fuzz/run.py
+    deadline=None,
+    print_blob=True,
+    max_examples=int(os.environ.get("PAGEFERRY_FUZZ_EXAMPLES", "100")),
+    database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / "build" / "fuzz" / "examples"),
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Every prompt is handed over, and chunks end at the same tokens on prefill and decode workers.
