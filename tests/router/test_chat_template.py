@@ -1,4 +1,4 @@
-"""The process that renders chat templates: how it ends, what it is not told, and that nothing waits for it but chats."""
+"""The process that renders chat templates: how it ends, what it is not told, and that only chats wait for it."""
 
 import asyncio
 import os
