@@ -70,6 +70,11 @@ def test_a_text_becomes_its_fields_type(key: str, text: str, value: object) -> N
         ("[server]\nhost = 1\n", "server.host is 1, must be a text"),
         ("[scheduler]\nprefix_cache = 1\n", "scheduler.prefix_cache is 1, must be true or false"),
         ("[router]\ndecode = [1]\n", "router.decode is [1], must be a list of texts"),
+        ("[server]\ndrain_grace_s = 1" + "0" * 400, "server.drain_grace_s is a number of 1329 bits, must be a number"),
+        (
+            "[engine]\nkv_memory_mb = 0x" + "f" * 5000,
+            "engine.kv_memory_mb is a number of 20000 bits, must be of at most 63 bits",
+        ),
         ("[server]\nport = 65536\n", "server.port is 65536, must be from 0 to 65535"),
     ],
 )

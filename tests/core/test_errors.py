@@ -9,7 +9,7 @@ def test_a_value_is_shown_as_it_is() -> None:
 
 
 def test_a_long_value_is_shown_in_part() -> None:
-    for value in ("x" * 10**6, ["x" * 10**4] * 10**4, {str(i): i for i in range(10**4)}, 10**4000, b"x" * 10**6):
+    for value in ("x" * 10**6, ["x" * 10**4] * 10**4, {str(i): i for i in range(10**4)}, 10**5000, b"x" * 10**6):
         message = invalid("name", value, "must be short").message
         assert message.startswith("name is ")
         assert message.endswith(", must be short")

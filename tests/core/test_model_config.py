@@ -140,7 +140,7 @@ WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window":
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
             "all layers must attend alike",
         ),
-        ({"rope_theta": 10**400}, "rope_theta is 1000.*, must be a positive number"),
+        ({"rope_theta": 10**400}, "rope_theta is a number of 1329 bits, must be a positive number"),
         (WINDOWED | {"layer_types": ["sliding_attention", []]}, "layer_types is .*, must be a list of texts"),
         (WINDOWED | {"layer_types": {"0": "full_attention"}}, "layer_types is .*, must be a list of texts"),
         (WINDOWED | {"max_window_layers": "all"}, "max_window_layers is 'all', must be absent or a whole number"),

@@ -23,6 +23,14 @@ cache_layers = "0-14=window:256,sinks:4;15-29=full"
 [router]
 prefill = ["127.0.0.1:1", "[::1]:2"]
 """
+ODD = [b"x = " + b"[" * 50_000, b"[engine]\nnum_pages = 0x" + b"f" * 5000, b"[server]\ndrain_grace_s = 1" + b"0" * 400]
+ODD += [
+    b"[[server]]\n",
+    b"server.port.x = 1",
+    b"[server]\nport = 1979-05-27",
+    b"[router]\nprefill = [[]]",
+    b"a.b.c = 1",
+]
 KEYS = st.sampled_from(list(Config().describe())) | st.sampled_from(["router.none", "none.none", "x", ".", ""])
 WORDS = st.sampled_from(
     ["true", "nan", "inf", "-1", "1e400", "1_0", "9" * 5000, "int8", "0-3=full", "a:1", "[::]:0", "spiffe://x/*", "²"]
@@ -39,7 +47,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("settings") / "fuzzed.toml"
 
 
-@given(data=mutated(st.just(WRITTEN)) | st.binary(max_size=100) | st.just(b"x = " + b"[" * 50_000))
+@given(data=mutated(st.just(WRITTEN)) | st.binary(max_size=100) | st.sampled_from(ODD))
 def test_a_file(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with held_to_contract():

@@ -9,10 +9,22 @@ from reprlib import Repr
 from typing import ClassVar
 
 MAX_MESSAGE_CHARACTERS = 2000  # what an error says of a file or a peer is as long as they like
-_SHORT = Repr()
-_SHORT.maxstring = _SHORT.maxother = 200
-_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 8
-_SHORT.maxlong = 60
+
+
+class _Short(Repr):
+    """As `repr`, of part of what is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+        self.maxlist = self.maxtuple = self.maxdict = 8
+
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to write what has thousands of digits."""
+        return repr(value) if value.bit_length() <= 200 else f"a number of {value.bit_length()} bits"
+
+
+shown = _Short().repr
 
 
 @dataclass(frozen=True)
@@ -133,6 +145,6 @@ class DataLossError(PageferryError):
 
 def invalid(field: str, value: object, limit: str, *, reason: str = "INVALID_FIELD") -> InvalidArgumentError:
     """The error for one bad field, e.g. `invalid("temperature", nan, "must be 0 or finite and positive")`."""
-    description = f"is {_SHORT.repr(value)}, {limit}"
+    description = f"is {shown(value)}, {limit}"
     message = f"{field} {description}"
     return InvalidArgumentError(message, reason=reason, violations=(FieldViolation(field, description),))

@@ -1,15 +1,23 @@
 """Settings before they are configuration: values as they were given, each with its source, and their conversion."""
 
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
+from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid, shown
 
 ENVIRONMENT_PREFIX = "PAGEFERRY_"
+_MAX_BITS = 63
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
-_TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", tuple: "a list of texts"}
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    tuple: "a list of texts",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +68,15 @@ def convert(key: str, setting: Setting, default: object) -> object:
     value = setting.value
     if isinstance(value, str) and not isinstance(default, str):
         value = _parse(value, default)
-    if isinstance(default, float) and type(value) is int:
+    if isinstance(default, float) and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if isinstance(default, tuple) and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return tuple(value)
-    if type(value) is not type(default) or isinstance(value, tuple):
-        expected = _TYPE_NAMES[type(default)]
+    is_huge = type(default) is int and type(value) is int and value.bit_length() > _MAX_BITS
+    if type(value) is not type(default) or isinstance(value, tuple) or is_huge:
+        expected = f"of at most {_MAX_BITS} bits" if is_huge else _TYPE_NAMES[type(default)]
         raise InvalidArgumentError(
-            f"{setting.source}: {key} is {setting.value!r}, must be {expected}",
+            f"{setting.source}: {key} is {shown(setting.value)}, must be {expected}",
             reason="BAD_CONFIG",
             violations=(FieldViolation(key, f"must be {expected}"),),
         )
