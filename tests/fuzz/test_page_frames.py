@@ -14,7 +14,7 @@ from crc32c import crc32c
 from fuzzing import held_to_contract, messages, mutated, near, numbers
 from google.protobuf.message import DecodeError
 from hypothesis import given, strategies as st
-from pages import TICKET, FakeDesk, MemoryPages, grouped_layout, small_layout
+from pages import REQUEST, TICKET, FakeDesk, MemoryPages, grouped_layout, small_layout
 
 from pageferry.core.config import HandoffConfig
 from pageferry.core.errors import PageferryError
@@ -63,7 +63,7 @@ def good_push(layout: CacheLayout) -> list[page_pb2.PushRequest]:
     frames = [good_frame(layout, key, source) for key in pages_of(layout)]
     first = page_pb2.FirstDraw(token=types_pb2.GeneratedToken(token_id=3))
     return [
-        page_pb2.PushRequest(open=page_pb2.Open(ticket=TICKET, layout=layout_to_proto(layout))),
+        page_pb2.PushRequest(open=page_pb2.Open(ticket=TICKET, request_id=REQUEST, layout=layout_to_proto(layout))),
         page_pb2.PushRequest(frame=frames[0]),
         page_pb2.PushRequest(keep_alive=page_pb2.KeepAlive()),
         page_pb2.PushRequest(frames=page_pb2.PageFrames(frames=frames[1:])),
@@ -242,7 +242,9 @@ def test_pages_in_shared_memory(
         proofs = {"right": secret[16:], "wrong": b"x" * 16, "none": b""}
         return page_pb2.PushRequest(attached=page_pb2.StagingAttached(proof=proofs[proof])).SerializeToString()
 
-    opening = page_pb2.Open(ticket=TICKET, layout=layout_to_proto(layout), staging=page_pb2.StagingRequest())
+    opening = page_pb2.Open(
+        ticket=TICKET, request_id=REQUEST, layout=layout_to_proto(layout), staging=page_pb2.StagingRequest()
+    )
     one = page_pb2.PushRequest(staged=staged).SerializeToString()
     first = page_pb2.PushRequest(open=opening).SerializeToString()
     asyncio.run(push(layout, Sender([lambda _: first, attach, lambda _: one, lambda _: one]), directory))
