@@ -88,7 +88,29 @@ def written(frames: Sequence[page_pb2.PageFrame], *, several: bool) -> bytes:
 
 FRAME = page_pb2.PageFrame(group=1, page_index=300, num_layers=2, kind=page_pb2.PAGE_KIND_TAIL, payload=b"x" * 200)
 WRITTEN = [written([FRAME], several=False), written([FRAME, FRAME], several=True)]
-REQUESTS = st.sampled_from(WRITTEN) | messages(page_pb2.PushRequest).map(lambda message: message.SerializeToString())
+PARTS = [
+    *(page_pb2.PageFrame(group=3), page_pb2.PageFrame(page_index=300), page_pb2.PageFrame(num_layers=2)),
+    *(page_pb2.PageFrame(crc32c=7), page_pb2.PageFrame(payload=b"x" * 130), page_pb2.PageFrame(payload=b"y")),
+]
+# Fields in any order, some of them twice: as another implementation may write them.
+FRAMES = st.lists(st.sampled_from(PARTS), max_size=6).map(
+    lambda parts: b"".join(part.SerializeToString() for part in parts)
+)
+
+
+def nested(tag: int, content: bytes) -> bytes:
+    assert len(content) < 128 * 128
+    return bytes([tag << 3 | 2, len(content) & 127 | 128, len(content) >> 7]) + content
+
+
+ANY_ORDER = FRAMES.map(lambda frame: nested(2, frame)) | st.lists(FRAMES, max_size=3).map(
+    lambda frames: nested(5, b"".join(nested(1, frame) for frame in frames))
+)
+REQUESTS = (
+    ANY_ORDER
+    | st.sampled_from(WRITTEN)
+    | messages(page_pb2.PushRequest).map(lambda message: message.SerializeToString())
+)
 
 
 @given(mutated(REQUESTS) | st.binary(max_size=50) | st.binary(max_size=50).map(lambda rest: b"\x2a" + rest))
