@@ -111,7 +111,7 @@ class Side:
         self.executor = ThreadPoolExecutor(1)
         self.server = GrpcServer(ServerConfig(), self.tracer)
         self.limits = ModelLimits(VOCAB_SIZE, settings.max_model_tokens)
-        hub = WorkerHub(b"i" * 16, worker_pb2.Snapshot, self.server.drain)
+        hub = WorkerHub(b"i" * 16, worker_pb2.Snapshot)
         self.publisher = Publisher(hub, WorkerMetrics())
         self.port = 0
 
