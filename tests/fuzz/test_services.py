@@ -1,6 +1,7 @@
 """Calls to real workers over gRPC: whatever is asked, each ends with a status that says why, and nothing stays held."""
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ CALLS = {
 BUGS = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
 NO_MESSAGE = "Exception deserializing request!"
 CALL_S = 60.0
+NUMBERS = itertools.count()  # of requests: the id of one that has just ended may be live a moment longer
 
 
 @st.composite
@@ -81,7 +83,7 @@ def test_calls_to_workers(served: tuple[asyncio.Runner, Bench], requests: list[t
         for status, details in await asyncio.gather(*(ask(bench, *request) for request in requests)):
             assert status not in BUGS or NO_MESSAGE in details, (status, details)
         await bench.until_idle()
-        result = await bench.generate("good", [5, 6, 7, 8, 9], max_tokens=4)
+        result = await bench.generate(f"good-{next(NUMBERS)}", [5, 6, 7, 8, 9], max_tokens=4)
         assert len(result.tokens) == 4
         await bench.until_idle()
 
@@ -95,10 +97,11 @@ def test_hand_offs_to_a_worker_that_waits(served: tuple[asyncio.Runner, Bench], 
     runner, bench = served
 
     async def run() -> None:
-        decode = bench.decode("waiting", [5, 6, 7, 8, 9], max_tokens=4)
+        name = f"waiting-{next(NUMBERS)}"
+        decode = bench.decode(name, [5, 6, 7, 8, 9], max_tokens=4)
         reserved = (await anext(aiter(decode))).reserved
         target = target_of(reserved)
-        opening = page_pb2.Open(ticket=reserved.ticket, request_id="waiting", layout=reserved.layout)
+        opening = page_pb2.Open(ticket=reserved.ticket, request_id=name, layout=reserved.layout)
         path, good = data.draw(
             st.sampled_from(
                 [
