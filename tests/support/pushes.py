@@ -21,12 +21,12 @@ class PushLink:
     """Pushes to `address` reach `target`, each page in a message of its own; use it as a context.
 
     Each push goes through the next of `faults`, while there are any, which gets its messages and gives those that are
-    to arrive instead.
+    to arrive instead. Several links may share them.
     """
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, faults: deque[Fault] | None = None) -> None:
         self.target = target
-        self.faults: deque[Fault] = deque()
+        self.faults: deque[Fault] = deque() if faults is None else faults
         self.num_pushes = 0
         self.num_frames = 0  # that have come
         self._holder = hold_port()

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +20,7 @@ from typing import Any, Literal, Self
 import grpc
 from cluster import POLL_S, Stub, environment
 from links import TcpLink, hold_port
-from pushes import PushLink
+from pushes import Fault, PushLink
 from tiny_model import write_tiny_model
 
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
@@ -29,7 +30,7 @@ Settings = Mapping[str, str]
 _MODULES = {"router": "router", "prefill": "prefill_svc", "decode": "decode_svc"}
 READY_S = 120.0
 STOP_S = 60.0
-# Every prompt is handed over, inline, in exact pages, and a peer's silence is found out soon.
+# Every prompt is handed over, inline, and exactly.
 QUICK: Settings = {
     "router.local_prefill_tokens": "0",
     "scheduler.chunk_tokens": "64",
@@ -37,7 +38,6 @@ QUICK: Settings = {
     "engine.num_pages": "1024",
     "engine.page_format": "fp32",
     "engine.threads": "1",
-    "handoff.lease_ms": "2000",
     "handoff.transport": "inline",
 }
 
@@ -206,7 +206,7 @@ class Deployment:
         """`settings` go to all, over QUICK; those `of_role` to one role, over all others.
 
         `linked`: calls to a service go through `calls[its name]`, pushes of pages to a decode worker through
-        `pages[its name]` and then `pushes[its name]`.
+        `pages[its name]` and then `pushes[its name]`, which share `faults`.
         """
         self._links = contextlib.ExitStack()
         self._directory = tempfile.TemporaryDirectory(prefix="pageferry-test-")
@@ -220,6 +220,7 @@ class Deployment:
         self.calls: dict[str, TcpLink] = {}
         self.pages: dict[str, TcpLink] = {}
         self.pushes: dict[str, PushLink] = {}
+        self.faults: deque[Fault] = deque()
         if linked:
             self._link()
         workers = {
@@ -237,7 +238,7 @@ class Deployment:
         for service in self.services:
             self.calls[service.name] = TcpLink(service.address)
         for worker in self.decode:
-            push = self.pushes[worker.name] = PushLink(worker.address)
+            push = self.pushes[worker.name] = PushLink(worker.address, self.faults)
             link = self.pages[worker.name] = TcpLink(push.address)
             worker.settings["server.advertised_port"] = str(link.port)
 
@@ -266,6 +267,17 @@ class Deployment:
     def wait_ready(self, timeout_s: float = READY_S) -> None:
         for service in (*self.workers, *self.routers):  # as a router waits for its workers
             service.wait_ready(timeout_s)
+
+    def restore(self) -> None:
+        """Undo what was done to services and links; what is dead lives again, and all are ready."""
+        for link in (*self.calls.values(), *self.pages.values()):
+            link.heal()
+        self.faults.clear()
+        for service in self.services:
+            if not service.is_alive:
+                service.start()
+            service.resume()
+        self.wait_ready()
 
     def __enter__(self) -> Self:
         try:

@@ -1,0 +1,93 @@
+"""A Generate stream that a test reads as far as it likes before something happens to it, and what its trace says."""
+
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, Self
+
+import grpc
+from answer import Answer
+from cluster import Stub
+from traces import Span, one, spans_of, wait_trace
+
+from pageferry.v1 import inference_pb2 as pb
+
+_REQUEST = Counter({("pageferry.request", "SERVER"): 1})
+Golden = Callable[[pb.GenerateRequest], Coroutine[Any, Any, Answer]]
+
+
+def prompt_of(number: int, num_tokens: int) -> list[int]:
+    """Token ids that no other number's prompt shares a page with."""
+    return [4 + (number * 101 + index * index * 7 + index * 3) % 311 for index in range(num_tokens)]
+
+
+class Stream:
+    """Begun at once. What comes is checked: each position once and in order, and one end."""
+
+    def __init__(self, stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 60) -> None:
+        self.answer = Answer()
+        self._call = stub.Generate(request, timeout=timeout_s)
+
+    @property
+    def trace_id(self) -> str:
+        assert self.answer.started is not None
+        return self.answer.started.trace_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.answer.token_ids)
+
+    async def started(self) -> Self:
+        while self.answer.started is None:
+            await self._take()
+        return self
+
+    async def until(self, num_tokens: int) -> Self:
+        """Until so many tokens have come."""
+        while self.num_tokens < num_tokens:
+            assert await self._take(), f"the stream ended after {self.num_tokens} tokens"
+        return self
+
+    async def rest(self) -> Answer:
+        """Raises AioRpcError where it fails."""
+        while await self._take():
+            pass
+        assert self.answer.finished is not None, "the stream ended without a terminal event"
+        assert self.answer.usage.completion_tokens == self.num_tokens
+        return self.answer
+
+    async def failure(self) -> grpc.aio.AioRpcError:
+        """The error that it must end with."""
+        try:
+            answer = await self.rest()
+        except grpc.aio.AioRpcError as error:
+            assert self.answer.finished is None, "an error after success"
+            return error
+        raise AssertionError(f"it ended well, with {len(answer.token_ids)} tokens ({answer.reason})")
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def _take(self) -> bool:
+        response = await self._call.read()
+        if response is grpc.aio.EOF:
+            if await self._call.code() is not grpc.StatusCode.OK:
+                raise await _error(self._call)
+            return False
+        self.answer.take(response)
+        return True
+
+
+async def _error(call: Any) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
+
+
+async def request_span(stub: Stub, trace_id: str) -> Span:
+    """The router's own, once it has ended."""
+    return one(await wait_trace(stub, trace_id, _REQUEST), "pageferry.request", "SERVER")
+
+
+async def names_of_spans(stub: Stub, trace_id: str) -> list[str]:
+    """Those that have come by now."""
+    return [span.name for span in spans_of((await stub.GetTrace(pb.GetTraceRequest(id=trace_id))).traces_data)]
