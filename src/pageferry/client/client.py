@@ -16,6 +16,7 @@ from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.forks import claim_process
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -104,6 +105,7 @@ class Client:
         self._channel: grpc.aio.Channel | None = None
 
     async def __aenter__(self) -> Self:
+        claim_process()
         self._channel = open_channel(self.address, trace.get_tracer("pageferry.client"), self._certificates)
         return self
 
@@ -161,6 +163,7 @@ class Client:
     def _open_channel(self) -> grpc.aio.Channel:
         if self._channel is None:
             raise RuntimeError("the client is not open; use it as `async with Client(…) as client`")
+        claim_process()
         return self._channel
 
 

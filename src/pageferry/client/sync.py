@@ -12,6 +12,7 @@ from pageferry.client.result import AnyGeneration, Delta, Result
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.channels import CHANNEL_OPTIONS
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.forks import claim_process, owns_process
 from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.targets import parse_target
 from pageferry.runtime.tls import Certificates, channel_credentials, channel_options, check_name
@@ -83,10 +84,10 @@ class SyncClient:
         server_name: str = "",
     ) -> None:
         """Raises InvalidArgumentError where a file can't be used."""
+        claim_process()
         self.address = address
         self._metadata = credentials(api_key)
         self._channel = _open(address, certificates(ca, cert, key, server_name))
-        self._stub = InferenceServiceStub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +97,8 @@ class SyncClient:
 
     def close(self) -> None:
         """End the connection, and with it whatever still runs."""
-        self._channel.close()
+        if owns_process():
+            self._channel.close()
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> SyncGeneration:
         """Start to generate from a text, a list of token ids, or a list of {"role": …, "content": …}.
@@ -132,6 +134,12 @@ class SyncClient:
             return method(request, metadata=self._metadata)
         except grpc.RpcError as error:
             raise _error(error) from None
+
+    @property
+    def _stub(self) -> InferenceServiceStub:
+        """FailedPreconditionError in a process that was forked from the client's own."""
+        claim_process()
+        return InferenceServiceStub(self._channel)
 
 
 def _open(address: str, files: Certificates | None) -> grpc.Channel:
