@@ -1,5 +1,6 @@
 """A Generate stream that a test reads as far as it likes before something happens to it, and what its trace says."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, Self
@@ -21,11 +22,13 @@ def prompt_of(number: int, num_tokens: int) -> list[int]:
 
 
 class Stream:
-    """Begun at once. What comes is checked: each position once and in order, and one end."""
+    """Begun at once, and read as it comes, on a task of its own: each position once and in order, and one end."""
 
     def __init__(self, stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 60) -> None:
         self.answer = Answer()
+        self._changed = asyncio.Event()
         self._call = stub.Generate(request, timeout=timeout_s)
+        self._reader = asyncio.create_task(self._read())
 
     @property
     def trace_id(self) -> str:
@@ -36,21 +39,20 @@ class Stream:
     def num_tokens(self) -> int:
         return len(self.answer.token_ids)
 
+    @property
+    def is_over(self) -> bool:
+        return self._reader.done()
+
     async def started(self) -> Self:
-        while self.answer.started is None:
-            await self._take()
-        return self
+        return await self._until(lambda: self.answer.started is not None)
 
     async def until(self, num_tokens: int) -> Self:
         """Until so many tokens have come."""
-        while self.num_tokens < num_tokens:
-            assert await self._take(), f"the stream ended after {self.num_tokens} tokens"
-        return self
+        return await self._until(lambda: self.num_tokens >= num_tokens)
 
     async def rest(self) -> Answer:
         """Raises AioRpcError where it fails."""
-        while await self._take():
-            pass
+        await self._reader
         assert self.answer.finished is not None, "the stream ended without a terminal event"
         assert self.answer.usage.completion_tokens == self.num_tokens
         return self.answer
@@ -58,29 +60,31 @@ class Stream:
     async def failure(self) -> grpc.aio.AioRpcError:
         """The error that it must end with."""
         try:
-            answer = await self.rest()
+            await self._reader
         except grpc.aio.AioRpcError as error:
             assert self.answer.finished is None, "an error after success"
             return error
-        raise AssertionError(f"it ended well, with {len(answer.token_ids)} tokens ({answer.reason})")
+        raise AssertionError(f"it ended well, with {self.num_tokens} tokens")
 
     def cancel(self) -> None:
         self._call.cancel()
 
-    async def _take(self) -> bool:
-        response = await self._call.read()
-        if response is grpc.aio.EOF:
-            if await self._call.code() is not grpc.StatusCode.OK:
-                raise await _error(self._call)
-            return False
-        self.answer.take(response)
-        return True
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                self.answer.take(response)
+                self._changed.set()
+        finally:
+            self._changed.set()
 
-
-async def _error(call: Any) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-    )
+    async def _until(self, reached: Callable[[], bool]) -> Self:
+        while not reached():
+            if self.is_over:
+                self._reader.result()
+                raise AssertionError(f"the stream ended after {self.num_tokens} tokens")
+            self._changed.clear()
+            await self._changed.wait()
+        return self
 
 
 async def request_span(stub: Stub, trace_id: str) -> Span:

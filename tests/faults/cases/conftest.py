@@ -14,8 +14,8 @@ from pageferry.v1 import inference_pb2 as pb
 
 @pytest.fixture(scope="session")
 def linked(tiny_model: Path) -> Iterator[Deployment]:
-    """Two prefill and two decode workers, with proxies on every way between the services."""
-    with Deployment(model=tiny_model, linked=True) as deployment:
+    """Two routers, prefill and decode workers, with proxies on every way between them."""
+    with Deployment(routers=2, model=tiny_model, linked=True) as deployment:
         yield deployment
 
 
