@@ -53,6 +53,7 @@ async def test_the_text_is_what_the_tokens_decode_to(split: Cluster) -> None:
         assert answer.usage.prompt_tokens == len(prompt_ids)
 
 
+@pytest.mark.field("sgl-project/sglang#7147", "sgl-project/sglang#7598")
 async def test_one_token_ships_nothing(split: Cluster) -> None:
     async with connected(split) as stub:
         answer = await generate(stub, greedy("Count: one, two,", 1))
@@ -62,6 +63,7 @@ async def test_one_token_ships_nothing(split: Cluster) -> None:
         assert answer.finished.pages.shipped == 0
 
 
+@pytest.mark.field("sgl-project/sglang#7147", "sgl-project/sglang#7598")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_token_over_http_touches_no_decode_worker(split: Cluster, stream: bool) -> None:
     async with connected(split) as stub, httpx.AsyncClient(base_url=split.http, timeout=30) as client:
@@ -100,6 +102,7 @@ async def test_both_sides_count_the_same_pages_whether_cached_or_not(
         await wait_idle(split_stub)
 
 
+@pytest.mark.field("NVIDIA/TensorRT-LLM#5762", "sgl-project/sglang#32897")
 @pytest.mark.parametrize("num_prompt", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129])
 async def test_split_output_equals_colocated_output(split: Cluster, colocated: Cluster, num_prompt: int) -> None:
     prompt = [4 + (index * 37 + num_prompt) % 250 for index in range(num_prompt)]

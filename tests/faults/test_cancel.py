@@ -69,6 +69,7 @@ async def leave_http_after(split: Cluster, num_chunks: int, prompt: list[int]) -
     return num_read
 
 
+@pytest.mark.field("sgl-project/sglang#36333", "sgl-project/sglang#37833", "ggml-org/llama.cpp#24496")
 @pytest.mark.parametrize("over_http", [False, True])
 async def test_decoding_ends_with_the_client(split: Cluster, over_http: bool) -> None:
     def generated(status: object) -> int:
@@ -83,6 +84,7 @@ async def test_decoding_ends_with_the_client(split: Cluster, over_http: bool) ->
     assert after - before < 200, "it went on to its end, or for long"
 
 
+@pytest.mark.field("Avarok-Cybersecurity/atlas#482", "tensorflow/serving#1265")
 async def test_a_deadline_in_the_queue_starts_no_prefill(tiny_model: Path) -> None:
     settings = {"scheduler.max_num_seqs": "1", "router.local_prefill_tokens": "0"}
     with running("--prefill", "1", "--decode", "1", "--model", str(tiny_model), settings=settings) as cluster:

@@ -70,6 +70,7 @@ async def works_again(cluster: Cluster, timeout_s: float = 30) -> None:
         await wait_idle(stub, timeout_s=timeout_s)
 
 
+@pytest.mark.field("vllm-project/aibrix#2289")
 @pytest.mark.parametrize("module", ["prefill_svc", "decode_svc"])
 async def test_a_kill_under_load_ends_requests_and_a_restart_serves_again(cluster: Cluster, module: str) -> None:
     before = cluster.pids(module)

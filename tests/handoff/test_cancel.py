@@ -71,6 +71,7 @@ async def test_a_cancel_frees_all_on_both_sides(state: str, cancelled: str, layo
         await bench.until_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#46283", "vllm-project/vllm#46289")
 async def test_a_cancelled_decode_gives_its_pages_back_although_its_sender_is_stuck() -> None:
     async with Bench() as bench:
         gate = bench.p.runner.before = Gate(after=1)
@@ -85,6 +86,7 @@ async def test_a_cancelled_decode_gives_its_pages_back_although_its_sender_is_st
         await bench.until_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#50425", "llm-d/llm-d#1138")
 async def test_a_prefill_given_up_when_its_token_is_there_leaves_nothing_behind_each_time() -> None:
     settings = Settings(num_pages=300, scheduler=SchedulerConfig(chunk_tokens=512, headroom_pages=0))
     async with Bench(settings) as bench:
@@ -105,6 +107,7 @@ async def test_a_prefill_given_up_when_its_token_is_there_leaves_nothing_behind_
         assert result.tokens == list(enumerate(golden(PROMPT, 3)))
 
 
+@pytest.mark.field("ollama/ollama#11889", "ggml-org/llama.cpp#15232", "ikawrakow/ik_llama.cpp#1020")
 async def test_a_cancel_during_a_long_prefill_stops_it_at_the_next_chunk() -> None:
     settings = Settings(num_pages=2100, scheduler=SchedulerConfig(chunk_tokens=512, headroom_pages=0))
     async with Bench(settings) as bench:
@@ -127,6 +130,7 @@ async def test_a_cancel_during_a_long_prefill_stops_it_at_the_next_chunk() -> No
         assert bench.d.runner.plans == []
 
 
+@pytest.mark.field("sgl-project/sglang#36333", "sgl-project/sglang#37833", "ggml-org/llama.cpp#24496")
 async def test_an_endless_generation_stops_within_a_step_of_its_cancel() -> None:
     async with Bench(Settings(), Settings(num_pages=5000)) as bench:
         prompt = range(32)
@@ -153,6 +157,7 @@ async def test_an_endless_generation_stops_within_a_step_of_its_cancel() -> None
         await until(is_recorded)
 
 
+@pytest.mark.field("Avarok-Cybersecurity/atlas#482", "tensorflow/serving#1265")
 async def test_a_deadline_that_passes_in_the_queue_is_one_and_costs_no_work() -> None:
     settings = Settings(scheduler=SchedulerConfig(chunk_tokens=8, max_num_seqs=1))
     async with Bench(settings) as bench:
@@ -172,6 +177,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_one_and_costs_no_work() ->
         assert len({span.context.trace_id for span in chunks}) == 1
 
 
+@pytest.mark.field("vllm-project/vllm#10583", "sgl-project/sglang#19035")
 async def test_a_live_id_is_refused_and_free_again_afterwards() -> None:
     async with Bench() as bench:
         gate = bench.d.runner.before = Gate()

@@ -30,6 +30,7 @@ OTHER_LAYOUTS = [
 ]
 
 
+@pytest.mark.field("vllm-project/vllm#42895", "ROCm/ATOM#2249")
 @pytest.mark.parametrize(("layout", "ours", "theirs"), OTHER_LAYOUTS)
 async def test_workers_whose_layouts_differ_refuse_with_both_values(
     layout: CacheLayout, ours: str, theirs: str
@@ -45,6 +46,7 @@ async def test_workers_whose_layouts_differ_refuse_with_both_values(
         await bench.until_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#42895", "ROCm/ATOM#2249")
 @pytest.mark.parametrize(("layout", "ours", "theirs"), OTHER_LAYOUTS)
 async def test_a_push_with_another_layout_is_refused_and_the_ticket_stays(
     layout: CacheLayout, ours: str, theirs: str
@@ -61,6 +63,7 @@ async def test_a_push_with_another_layout_is_refused_and_the_ticket_stays(
         await bench.until_idle()
 
 
+@pytest.mark.field("sgl-project/sglang#30233", "sgl-project/sglang#33507", "sgl-project/sglang#34208")
 async def test_a_prompt_that_the_prefill_worker_can_never_hold_is_one_error_with_both_numbers() -> None:
     async with Bench(Settings(num_pages=4), Settings()) as bench:
         decode = bench.decode("r", range(4 * B + 1))
@@ -73,6 +76,7 @@ async def test_a_prompt_that_the_prefill_worker_can_never_hold_is_one_error_with
         assert bench.d.runner.plans == bench.p.runner.plans == []
 
 
+@pytest.mark.field("vllm-project/aibrix#2289", "sgl-project/sglang#30233")
 async def test_a_prefill_worker_whose_engine_fails_half_way_tells_both() -> None:
     async with Bench() as bench:
         num_steps = 0
@@ -94,6 +98,7 @@ async def test_a_prefill_worker_whose_engine_fails_half_way_tells_both() -> None
         assert bench.d.runner.plans == []
 
 
+@pytest.mark.field("vllm-project/aibrix#2289", "tenstorrent/tt-inference-server#3926", "llm-d/llm-d#2433")
 async def test_a_prefill_worker_that_dies_before_its_commit_fails_the_request_at_once() -> None:
     async with Bench() as bench:
         decode = bench.decode("r", PROMPT)
@@ -166,6 +171,7 @@ async def test_a_push_of_groups_that_breaks_anywhere_gives_every_page_and_tail_b
         await bench.until_idle()
 
 
+@pytest.mark.field("vllm-project/vllm-ascend#12522")
 @pytest.mark.parametrize("lost", [PageKey(0, 3), PageKey(1, 0), PageKey(0, 6, is_tail=True)])
 async def test_a_lost_page_of_any_group_is_never_run_on(lost: PageKey) -> None:
     async with Bench(Settings(layout=GROUPED)) as bench:
@@ -182,6 +188,7 @@ async def test_a_lost_page_of_any_group_is_never_run_on(lost: PageKey) -> None:
         await until(bench.d.is_idle)
 
 
+@pytest.mark.field("vllm-project/vllm-ascend#12522", "vllm-project/vllm#49250", "vllm-project/vllm#50754")
 async def test_a_corrupted_page_is_never_run_on() -> None:
     async with Bench() as bench:
         decode = bench.decode("r", PROMPT)
@@ -197,6 +204,7 @@ async def test_a_corrupted_page_is_never_run_on() -> None:
         await until(bench.d.is_idle)
 
 
+@pytest.mark.field("vllm-project/vllm-ascend#12522", "vllm-project/vllm#49250", "vllm-project/vllm#50754")
 async def test_a_lost_page_is_never_run_on() -> None:
     async with Bench() as bench:
         decode = bench.decode("r", PROMPT)
@@ -216,6 +224,7 @@ async def test_a_lost_page_is_never_run_on() -> None:
         await bench.until_idle()
 
 
+@pytest.mark.field("aws-samples/aws-do-eks#84", "vllm-project/vllm#47021")
 async def test_pages_that_the_decode_worker_has_not_taken_yet_are_not_used_again() -> None:
     async with Bench(Settings(num_pages=12), Settings()) as bench:
         gate = Gate()
@@ -259,6 +268,7 @@ async def test_a_token_that_cannot_be_is_refused_at_the_commit() -> None:
         await until(bench.d.is_idle)
 
 
+@pytest.mark.field("aws-samples/aws-do-eks#84", "vllm-project/vllm#47021")
 async def test_a_silent_sender_loses_its_lease_and_a_late_one_its_ticket() -> None:
     clock = FakeClock()
     settings = Settings(handoff=HandoffConfig(lease_ms=1000), clock=clock)
@@ -285,6 +295,7 @@ async def test_a_silent_sender_loses_its_lease_and_a_late_one_its_ticket() -> No
         await bench.until_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#46283", "vllm-project/vllm#46289")
 async def test_a_sender_that_hangs_while_the_client_leaves_costs_nothing_each_time() -> None:
     async with Bench() as bench:
         pushes = []
