@@ -18,7 +18,8 @@ SEED ?= 1
 SECONDS_SOAK ?= 60
 MINUTES ?= 60
 
-.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check bench soak fuzz format clean
+.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check bench
+.PHONY: faults soak fuzz format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load, cancels and kills"
+	@echo "make faults    every fault there is a test of, and a table of those met in the field"
 	@echo "make fuzz      wrong input for every parser, for MINUTES=60"
 	@echo "make setup     only install                         make clean     remove what all these made"
 	@echo "make kernels   build the C++ kernels anew"
@@ -107,6 +109,9 @@ bench: setup
 	$(BIN)/python bench/overhead.py
 	$(BIN)/python bench/handoff.py
 	$(BIN)/python bench/handoff_rate.py
+
+faults: setup
+	$(BIN)/python -m pytest -m "slow or not slow" --cases
 
 soak: setup
 	$(BIN)/python tests/faults/soak.py --seed $(SEED) --seconds $(SECONDS_SOAK)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import Cluster, running
+from field_table import FieldTable
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 from tiny_model import write_tiny_model
@@ -36,6 +37,12 @@ SPLIT = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write golden scenarios anew instead of comparing them")
+    parser.addoption("--cases", action="store_true", help="run the tests of faults, and print which show which")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--cases"):
+        config.pluginmanager.register(FieldTable())
 
 
 @pytest.fixture(scope="session")
