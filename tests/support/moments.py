@@ -70,11 +70,11 @@ async def catch(linked: Deployment, stub: Stub, moment: str, number: int, *, tim
 
 async def _catch_prefilling(linked: Deployment, stub: Stub, number: int, timeout_s: float) -> Caught:
     for attempt in range(10):
-        before = num_frames(linked)
+        before = num_shipped(linked)
         request = greedy(prompt_of(1000 * number + attempt, LONG_PROMPT), 100)
         stream = await Stream(stub, request, timeout_s=timeout_s).started()
         caught = await _caught(linked, stub, request, stream, threading.Event())
-        await until(lambda: num_frames(linked) > before, "a page is shipped")  # noqa: B023 - used in this turn only
+        await until(lambda: num_shipped(linked) > before, "a page is shipped")  # noqa: B023 - used in this turn only
         caught.prefill.pause()
         await asyncio.sleep(0.1)  # for a token that is on its way
         if not stream.num_tokens:
@@ -100,6 +100,6 @@ async def servers_of(linked: Deployment, stub: Stub, trace_id: str) -> tuple[Ser
     return services[route["pageferry.route.prefill"]], services[route["pageferry.route.decode"]]
 
 
-def num_frames(linked: Deployment) -> int:
+def num_shipped(linked: Deployment) -> int:
     """Pages that prefill workers have sent so far."""
-    return sum(push.num_frames for push in linked.pushes.values())
+    return sum(push.num_pages for push in linked.pushes.values())

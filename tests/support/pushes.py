@@ -28,7 +28,7 @@ class PushLink:
         self.target = target
         self.faults: deque[Fault] = deque() if faults is None else faults
         self.num_pushes = 0
-        self.num_frames = 0  # that have come
+        self.num_pages = 0  # that have come, here or through shared memory
         self._holder = hold_port()
         self._executor = ThreadPoolExecutor(_MAX_PUSHES, thread_name_prefix="pushes")
 
@@ -70,7 +70,7 @@ class PushLink:
             message = PushRequest.FromString(data)
             single = message.WhichOneof("message") != "frames"
             for part in [message] if single else [PushRequest(frame=frame) for frame in message.frames.frames]:
-                self.num_frames += part.HasField("frame")
+                self.num_pages += part.HasField("frame") + len(part.staged.page_indexes)
                 yield part
 
 

@@ -50,6 +50,7 @@ class Service:
         self.role = role
         self.name = name or role
         self.settings = dict(settings or {})
+        self.command_prefix: tuple[str, ...] = ()  # a command that ends by running the service in its place
         self._holders = [hold_port(port), *([hold_port(0)] if role == "router" else [])]
         self._log = tempfile.NamedTemporaryFile(prefix=f"{self.name}-", suffix=".log")  # noqa: SIM115 - for its life
         self._life = 0  # where its output begins
@@ -97,7 +98,7 @@ class Service:
             own["server.http_port"] = self.http.rpartition(":")[2]
         self._life = Path(self._log.name).stat().st_size
         self._process = subprocess.Popen(
-            [sys.executable, "-m", f"pageferry.{_MODULES[self.role]}", "--die-with-parent"],
+            [*self.command_prefix, sys.executable, "-m", f"pageferry.{_MODULES[self.role]}", "--die-with-parent"],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,

@@ -76,3 +76,16 @@ async def test_a_client_that_is_cut_off_is_a_client_that_left(linked: Deployment
     async with linked.stub(router=1) as other:
         await wait_idle(other, SOON_S)
     caught.gate.set()
+
+
+@pytest.mark.field("NVIDIA/TensorRT-LLM#5762", "sgl-project/sglang#32897")
+@pytest.mark.parametrize(("num_prompt", "number", "stop"), [(15, 6, "-"), (16, 6, ","), (17, 37, "}")])
+async def test_a_stop_string_that_the_last_token_completes_costs_no_token_and_none_twice(
+    linked: Deployment, stub: Stub, golden: Golden, num_prompt: int, number: int, stop: str
+) -> None:
+    request = greedy(prompt_of(99_000 + number, num_prompt), 20)
+    whole = await golden(request)
+    request.stop_strings.append(stop)
+    answer, expected = await Stream(stub, request).rest(), await golden(request)
+    assert answer.token_ids == expected.token_ids == whole.token_ids
+    assert (answer.reason, answer.text, answer.usage) == ("stop", whole.text.removesuffix(stop), whole.usage)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cluster import Stub, greedy, wait_idle
 from links import TcpLink
-from moments import MOMENTS, SOON_S, at_rest, catch, num_frames, until
+from moments import MOMENTS, SOON_S, at_rest, catch, num_shipped, until
 from services import Deployment
 from streams import Golden, Stream, prompt_of, request_span
 
@@ -93,10 +93,10 @@ async def test_pages_that_come_after_the_lease_are_never_run_on(
     hasty: Deployment, hasty_stub: Stub, golden: Golden
 ) -> None:
     request = greedy(prompt_of(82_000, 2000), 20)
-    before = num_frames(hasty)
+    before = num_shipped(hasty)
     hasty.pages["decode-0"].bytes_per_s = 100_000  # 2 MB of pages: it is shut long before the last
     stream = Stream(hasty_stub, request)
-    await until(lambda: num_frames(hasty) > before, "a page is shipped")
+    await until(lambda: num_shipped(hasty) > before, "a page is shipped")
     hasty.pages["decode-0"].black_hole()
     # Meanwhile others use the prefill worker's pages again.
     await asyncio.gather(
