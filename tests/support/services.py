@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Container, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -202,12 +202,12 @@ class Deployment:
         *,
         of_role: Mapping[Role, Settings] | None = None,
         model: Path | None = None,
-        linked: bool = False,
+        linked: bool | Container[str] = False,
     ) -> None:
         """`settings` go to all, over QUICK; those `of_role` to one role, over all others.
 
-        `linked`: calls to a service go through `calls[its name]`, pushes of pages to a decode worker through
-        `pages[its name]` and then `pushes[its name]`, which share `faults`.
+        `linked`, all or those of these names: calls to a service go through `calls[its name]`, pushes of pages to a
+        decode worker through `pages[its name]` and then `pushes[its name]`, which share `faults`.
         """
         self._links = contextlib.ExitStack()
         self._directory = tempfile.TemporaryDirectory(prefix="pageferry-test-")
@@ -222,8 +222,8 @@ class Deployment:
         self.pages: dict[str, TcpLink] = {}
         self.pushes: dict[str, PushLink] = {}
         self.faults: deque[Fault] = deque()
-        if linked:
-            self._link()
+        if linked is not False:
+            self._link([service for service in self.services if linked is True or service.name in linked])
         workers = {
             f"router.{role}": ",".join(self.address_of(worker) for worker in group)
             for role, group in (("prefill", self.prefill), ("decode", self.decode))
@@ -235,13 +235,16 @@ class Deployment:
         settings = dict(more or {}) | self._shared | self._of_role.get(role, {})
         return [Service(role, settings=settings, name=f"{role}-{index}") for index in range(number)]
 
-    def _link(self) -> None:
-        for service in self.services:
+    def _link(self, services: Iterable[Service]) -> None:
+        for service in services:
             self.calls[service.name] = TcpLink(service.address)
-        for worker in self.decode:
-            push = self.pushes[worker.name] = PushLink(worker.address, self.faults)
-            link = self.pages[worker.name] = TcpLink(push.address)
-            worker.settings["server.advertised_port"] = str(link.port)
+            if service.role == "decode":
+                self._link_pages(service)
+
+    def _link_pages(self, worker: Service) -> None:
+        push = self.pushes[worker.name] = PushLink(worker.address, self.faults)
+        link = self.pages[worker.name] = TcpLink(push.address)
+        worker.settings["server.advertised_port"] = str(link.port)
 
     def address_of(self, service: Service) -> str:
         """Where others call it."""
