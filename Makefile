@@ -1,4 +1,5 @@
-# One verb each; `.ci/run` runs the same ones. Settings: PYTHON (3.11 or 3.12), MODEL, SECONDS_SOAK, SEED, MINUTES.
+# One verb each; `.ci/run` runs the same ones. Settings: PYTHON (3.11 or 3.12), MODEL, SEED, SECONDS_SOAK, SOAK (more
+# options of tests/faults/soak.py), CONNECTIONS, MINUTES.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 export PYTHONSAFEPATH := 1
@@ -16,10 +17,12 @@ SERVICES := $(shell grep -l '^service ' $(PROTOS))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 SEED ?= 1
 SECONDS_SOAK ?= 60
+SOAK ?=
+CONNECTIONS ?= 10000
 MINUTES ?= 60
 
 .PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check bench
-.PHONY: faults soak fuzz format clean
+.PHONY: faults soak flood fuzz format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,9 +31,9 @@ help:
 	@echo "make test-gpu  test, time and serve on a GPU        make kernels-report  registers and spills of each kernel"
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
-	@echo "make bench     what a token and a hand-off cost     make soak      random load, cancels and kills"
+	@echo "make bench     what a token and a hand-off cost     make soak      random load and faults, checked"
 	@echo "make faults    every fault there is a test of, and a table of those met in the field"
-	@echo "make fuzz      wrong input for every parser, for MINUTES=60"
+	@echo "make flood     garbage at every port                make fuzz      wrong input for every parser, MINUTES=60"
 	@echo "make setup     only install                         make clean     remove what all these made"
 	@echo "make kernels   build the C++ kernels anew"
 
@@ -114,7 +117,10 @@ faults: setup
 	$(BIN)/python -m pytest -m "slow or not slow" --cases
 
 soak: setup
-	$(BIN)/python tests/faults/soak.py --seed $(SEED) --seconds $(SECONDS_SOAK)
+	$(BIN)/python tests/faults/soak.py --seed $(SEED) --seconds $(SECONDS_SOAK) $(SOAK)
+
+flood: setup
+	$(BIN)/python tests/faults/flood.py --seed $(SEED) --connections $(CONNECTIONS)
 
 fuzz: setup
 	$(BIN)/python tests/fuzz/run.py --minutes $(MINUTES) $(if $(filter-out file default,$(origin SEED)),--seed $(SEED))

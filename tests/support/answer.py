@@ -26,7 +26,7 @@ class Answer:
                 self.text += response.delta.text
                 self.token_ids += [token.token_id for token in response.delta.tokens]
                 self.positions += [token.position for token in response.delta.tokens]
-                assert self.positions == list(range(len(self.positions)))
+                assert self.positions == list(range(len(self.positions))), f"positions {self.positions}"
             case "finished":
                 self.finished = response.finished
 

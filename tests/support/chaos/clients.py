@@ -1,0 +1,104 @@
+"""Clients of a chaos run: each sends one request, reads it as its script says, and judges what came."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+from answer import Answer
+from cluster import Stub, greedy
+
+from chaos.prompts import Golden
+from chaos.script import PATIENCE_S, Ask
+from pageferry.v1 import inference_pb2 as pb
+
+# What a request may end with beside success, while processes die and links break.
+ALLOWED = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
+_SLOW_READS, _SLOW_S = 12, 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that is over, as its client saw it; times are seconds of the monotonic clock."""
+
+    router: int
+    trace_id: str  # "" where no event came
+    outcome: str  # OK, cancelled, or a status
+    began: float
+    ended: float
+
+
+class Clients:
+    """Sends requests and keeps count; `complain` is told of each wrong that they see."""
+
+    def __init__(self, stubs: Sequence[Stub], goldens: Sequence[Golden], complain: Callable[[str], None]) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.num_tokens = 0
+        self.slowest_s = 0.0  # of those that succeeded, without slow readers
+        self._stubs = stubs
+        self._goldens = goldens
+        self._complain = complain
+
+    async def ask(self, ask: Ask) -> Ended:
+        """One request from its beginning to its end, which comes by its timeout at the latest."""
+        began, answer = time.monotonic(), Answer()
+        call = self._stubs[ask.router].Generate(self._request(ask), timeout=ask.timeout_s)
+        try:
+            outcome = await self._read(call, ask, answer)
+        except grpc.aio.AioRpcError as error:
+            outcome = error.code().name
+            self._judge_failure(ask, answer, outcome, error.details() or "")
+        except AssertionError as error:
+            outcome = "wrong"
+            self._complain(f"{ask}: {error}")
+        finally:
+            call.cancel()
+        ended = time.monotonic()
+        if outcome != "wrong":
+            self._judge_tokens(ask, answer, outcome)
+        self.outcomes[outcome] += 1
+        self.num_tokens += len(answer.token_ids)
+        if outcome == "OK" and ask.manner == "read":
+            self.slowest_s = max(self.slowest_s, ended - began)
+        return Ended(ask.router, answer.started.trace_id if answer.started else "", outcome, began, ended)
+
+    def _request(self, ask: Ask) -> pb.GenerateRequest:
+        request = greedy(list(self._goldens[ask.prompt].prompt), ask.max_tokens)
+        request.priority = ask.priority
+        if ask.seed is not None:
+            request.sampling.temperature, request.sampling.seed = 1.0, ask.seed
+        return request
+
+    async def _read(
+        self, call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]", ask: Ask, answer: Answer
+    ) -> str:
+        num_read = 0
+        while ask.manner != "cancel" or num_read < ask.num_events:
+            response = await call.read()
+            if response is grpc.aio.EOF:
+                code = await call.code()
+                if code is not grpc.StatusCode.OK:
+                    raise grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata())
+                assert answer.finished is not None, "the stream ended well without a terminal event"
+                return "OK"
+            answer.take(response)
+            num_read += 1
+            if ask.manner == "slow" and num_read <= _SLOW_READS:
+                await asyncio.sleep(_SLOW_S)
+        return "cancelled"
+
+    def _judge_failure(self, ask: Ask, answer: Answer, status: str, details: str) -> None:
+        is_late = status == "DEADLINE_EXCEEDED" and ask.timeout_s < PATIENCE_S
+        if status not in ALLOWED and not is_late:
+            self._complain(f"{ask}: ended with {status} after {len(answer.token_ids)} tokens: {details}")
+        elif answer.finished is not None and not is_late:  # a client's own clock may run out behind the last event
+            self._complain(f"{ask}: ended with {status} after its terminal event")
+
+    def _judge_tokens(self, ask: Ask, answer: Answer, outcome: str) -> None:
+        if outcome == "OK" and (len(answer.token_ids), answer.reason) != (ask.max_tokens, "length"):
+            self._complain(f"{ask}: finished with {len(answer.token_ids)} tokens, {answer.reason}")
+        difference = "" if ask.seed is not None else self._goldens[ask.prompt].differs(answer.token_ids)
+        if difference:
+            self._complain(f"{ask}: {difference}")
