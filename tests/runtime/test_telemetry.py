@@ -81,6 +81,25 @@ async def test_spans_reach_a_collector(scheme: str) -> None:
         assert store.find(trace_id) == trace_id
 
 
+async def test_spans_outlast_a_collector_that_starts_again() -> None:
+    store = TraceStore(4)
+    with socket.create_server(("127.0.0.1", 0)) as ending:
+        port = ending.getsockname()[1]
+        tracing = configure_tracing("pageferry-decode", TelemetryConfig(otlp_endpoint=f"127.0.0.1:{port}"))
+        tracing.tracer.start_span("decode.queue").end()
+        connection, _ = await asyncio.to_thread(ending.accept)
+        connection.close()  # so ends the first try
+    async with GrpcServer(ServerConfig(port=port), NoOpTracer()) as server:
+        register = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        server.add(register, TraceReceiver(store), "opentelemetry.proto.collector.trace.v1.TraceService")
+        await server.start()
+        end = time.monotonic() + 30
+        while not len(store):
+            assert time.monotonic() < end, "the span never came"
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(tracing.shutdown)
+
+
 async def test_the_environment_wins_over_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TraceStore(4)
     tracing = configure_tracing("x", TelemetryConfig(otlp_endpoint=""), local_exporter=store)

@@ -96,6 +96,14 @@ def test_spans_of_a_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names(store.get(trace_id(1).hex()))) == 3
 
 
+def test_a_span_that_is_sent_again_is_there_once() -> None:
+    store = TraceStore(2)
+    spans = [a_span(trace_id(1), "pageferry.request"), a_span(trace_id(1), "queue")]
+    assert store.add([group("r", spans[0])]) == 0
+    assert store.add([group("r", *spans)]) == 0
+    assert names(store.get("")) == [("r", "pageferry.request"), ("r", "queue")]
+
+
 def test_spans_without_a_proper_trace_id_are_rejected() -> None:
     store = TraceStore(2)
     assert store.add([group("r", a_span(b"short", "x"))]) == 1

@@ -20,7 +20,7 @@ from pageferry.runtime.logs import log
 from pageferry.runtime.tls import Certificates, Loaded, channel_credentials, channel_options
 
 EXPORT_DELAY_MS = 200
-EXPORT_TIMEOUT_S = 1.0
+EXPORT_TIMEOUT_S = 10.0  # of a batch with its retries: so long a collector may be away before spans are lost
 MAX_QUEUED_SPANS = 4096
 SHUTDOWN_S = 1.5
 # These log each batch that fails, and a full queue; the exporter below logs the change of state instead.

@@ -33,7 +33,7 @@ class _Trace:
         self.num_spans = 0
         self.own: list[ReadableSpan] = []
         self.request_ids: set[str] = set()
-        self.resources: dict[bytes, tuple[Resource, list[Span]]] = {}
+        self.resources: dict[bytes, tuple[Resource, dict[bytes, Span]]] = {}  # spans by their ids
 
 
 class TraceStore(SpanExporter):
@@ -80,19 +80,22 @@ class TraceStore(SpanExporter):
             trace = self._traces[self._find(name)]
             groups = list(encode_spans(trace.own).resource_spans) if trace.own else []
             groups += [
-                ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=spans)])
+                ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=spans.values())])
                 for resource, spans in trace.resources.values()
             ]
             return TracesData(resource_spans=groups).SerializeToString()
 
     def _add_span(self, key: bytes, resource: Resource, span: Span) -> bool:
+        known = self._traces.get(span.trace_id)
+        if known is not None and span.span_id in known.resources.get(key, (resource, {}))[1]:
+            return True  # sent again, since the answer to the first time was lost
         ids = (entry.value.string_value for entry in span.attributes if entry.key == REQUEST_ID)
         trace = self._take(span.trace_id, span.name, next(ids, None))
         if trace is None:
             return False
         kept = Span()
         kept.CopyFrom(span)  # alone: a part of a message would keep the whole of it in memory
-        trace.resources.setdefault(key, (resource, []))[1].append(kept)
+        trace.resources.setdefault(key, (resource, {}))[1][span.span_id] = kept
         return True
 
     def _take(self, trace_id: bytes, name: str, request_id: object) -> _Trace | None:
