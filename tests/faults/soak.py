@@ -11,9 +11,11 @@ with less in it as often as `--replays` allows, and the shortest that still fail
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
+os.environ |= {"GRPC_ENABLE_FORK_SUPPORT": "0", "GRPC_VERBOSITY": "ERROR"}  # before grpc is imported
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import uvloop

@@ -1,7 +1,8 @@
 """Scripts played on deployments of their own, once or until a short one is found that fails."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from loopback import free_port
 from services import Deployment
 
 from chaos.run import SETTINGS, Run, Verdict
@@ -14,10 +15,7 @@ _ERROR_MARK = '"level": "error"'
 
 async def play(script: Script, say: Say, *, stop_at_once: bool = False) -> Verdict:
     """Start what the script names, play it, and end all."""
-    sizes = script.sizes
-    linked = {f"{role}-{sizes[role] - 1}" for role in ("prefill", "decode")}
-    deployment = Deployment(sizes["prefill"], sizes["decode"], sizes["router"], SETTINGS, linked=linked)
-    deployment.decode[-1].settings["handoff.transport"] = "inline"  # so that there are frames to spoil
+    deployment = _deployment(script.sizes)
     run = Run(script, deployment, say, stop_at_once=stop_at_once)
     try:
         with deployment:
@@ -29,6 +27,16 @@ async def play(script: Script, say: Say, *, stop_at_once: bool = False) -> Verdi
     except AssertionError as error:  # one did not end well
         run.complain(str(error))
     return run.verdict
+
+
+def _deployment(sizes: Mapping[str, int]) -> Deployment:
+    """The last of each role is reached over links; all tell how many calls are open."""
+    linked = {f"{role}-{size - 1}" for role, size in sizes.items()}
+    deployment = Deployment(sizes["prefill"], sizes["decode"], sizes["router"], SETTINGS, linked=linked)
+    deployment.decode[-1].settings["handoff.transport"] = "inline"  # so that there are frames to spoil
+    for service in deployment.services:
+        service.settings["telemetry.metrics_port"] = str(free_port())
+    return deployment
 
 
 async def shortest(script: Script, verdict: Verdict, say: Say, num_replays: int) -> Script:

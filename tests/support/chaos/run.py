@@ -2,13 +2,15 @@
 
 import asyncio
 import contextlib
+import re
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 from cluster import Stub, busy
-from services import Deployment, Settings
+from services import Deployment, Service, Settings
 
 from chaos.clients import Clients
 from chaos.faults import Faults
@@ -83,7 +85,7 @@ class Run:
         """The whole script, then the checks at rest. The deployment is ready before, and after."""
         async with contextlib.AsyncExitStack() as stack:
             stubs = [
-                InferenceServiceStub(await stack.enter_async_context(_channel(router.address)))
+                InferenceServiceStub(await stack.enter_async_context(_channel(self._deployment.address_of(router))))
                 for router in self._deployment.routers
             ]
             self._say(f"computing undisturbed answers to {len(self._script.asks)} requests")
@@ -146,6 +148,7 @@ class Run:
         end = time.monotonic() + REST_S
         while True:
             left = [f"router{n}: {what}" for n, stub in enumerate(stubs) for what in await _in_use(stub)]
+            left += [what for service in services for what in await asyncio.to_thread(_open_calls, service)]
             if level is not None:
                 left += level.above(services, files=SPARE_FILES, threads=SPARE_THREADS)
             if not left or time.monotonic() > end:
@@ -172,6 +175,19 @@ class Run:
 
 def _counts(counter: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {number}" for name, number in sorted(counter.items()))
+
+
+def _open_calls(service: Service) -> list[str]:
+    """Those that a drain would wait for, in words; none where the process doesn't say."""
+    port = service.settings.get("telemetry.metrics_port")
+    if port is None:
+        return []
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            (number,) = re.findall(r"^pageferry_open_calls (\S+)$", answer.read().decode(), re.MULTILINE)
+    except OSError as error:
+        return [f"{service.name}: no metrics: {error}"]
+    return [f"{service.name}: {float(number):g} open calls"] if float(number) else []
 
 
 def _channel(address: str) -> grpc.aio.Channel:

@@ -66,9 +66,9 @@ KINDS = {
     "drain": Kind(3, (0.2, 2.0), ROLES, restarts=True),
     "pause": Kind(5, (0.2, 4.0), ROLES),
     "freeze": Kind(1, (8.0, 16.0), ("prefill", "decode")),  # as a pause, beyond every patience of its peers
-    "cut": Kind(3, (0.2, 3.0), ("prefill", "decode", "pages"), on_links=True),
-    "black_hole": Kind(2, (1.0, 10.0), ("prefill", "decode", "pages"), on_links=True),
-    "delay": Kind(3, (2.0, 8.0), ("prefill", "decode", "pages"), on_links=True),
+    "cut": Kind(3, (0.2, 3.0), (*ROLES, "pages"), on_links=True),
+    "black_hole": Kind(2, (1.0, 10.0), (*ROLES, "pages"), on_links=True),
+    "delay": Kind(3, (2.0, 8.0), (*ROLES, "pages"), on_links=True),
     "garble": Kind(
         4, (1.0, 5.0), ("pages",), on_links=True
     ),  # frames are dropped, doubled, swapped, cut short, flipped
@@ -179,6 +179,6 @@ def _draw_faults(
         if names:
             who = draws.choice(names)
             for_s = round(min(draws.uniform(*kind.for_s), seconds - at_s - 4.0), 3)
-            free_at_s[who] = at_s + for_s + draws.uniform(8.0, 20.0)
+            free_at_s[who] = at_s + for_s + draws.uniform(5.0, 14.0)
             yield Fault(round(at_s, 3), name, who, for_s)
         at_s += draws.choice((draws.uniform(0.1, 1.0), draws.uniform(3.0, 10.0), draws.uniform(3.0, 10.0)))
