@@ -16,7 +16,6 @@ from spans import SpanLog
 import pageferry.runtime.server as server_module
 from pageferry.core.config import ServerConfig
 from pageferry.core.errors import ResourceExhaustedError, UnavailableError
-from pageferry.runtime import server as server_module
 from pageferry.runtime.channels import KEEPALIVE_MS, MIN_PING_INTERVAL_MS
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
