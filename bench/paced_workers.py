@@ -25,7 +25,8 @@ from pageferry.core.plan import Plan, SampledToken, StepResult
 from pageferry.decode_svc.__main__ import DecodeMain
 from pageferry.prefill_svc.__main__ import PrefillMain
 from pageferry.runtime.process import run_service
-from pageferry.runtime.worker_process import LoadedEngine, serve_worker
+from pageferry.runtime.worker_main import LoadedEngine
+from pageferry.runtime.worker_process import serve_worker
 
 NUM_PAGES = 16384
 LAYOUT = CacheLayout(

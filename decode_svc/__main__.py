@@ -12,7 +12,8 @@ from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
 from pageferry.runtime.page_wire import add_page_service
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.worker_process import LoadedEngine, WorkerMain, WorkerParts, advertised_host
+from pageferry.runtime.worker_main import LoadedEngine, WorkerMain, WorkerParts, advertised_host
+from pageferry.runtime.worker_process import run_worker
 from pageferry.v1.decode_pb2 import DecodeRequest, SubscribeRequest
 from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pageferry.v1.page_pb2_grpc import PageServiceServicer
@@ -74,4 +75,4 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
 
 
 if __name__ == "__main__":
-    DecodeMain.run()
+    run_worker(DecodeMain)

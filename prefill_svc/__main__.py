@@ -13,7 +13,8 @@ from pageferry.prefill_svc.worker import PrefillWorker
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.worker_process import LoadedEngine, WorkerMain, WorkerParts
+from pageferry.runtime.worker_main import LoadedEngine, WorkerMain, WorkerParts
+from pageferry.runtime.worker_process import run_worker
 from pageferry.v1.prefill_pb2 import PrefillRequest
 from pageferry.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from pageferry.v1.worker_pb2 import WORKER_ROLE_PREFILL
@@ -51,4 +52,4 @@ class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
 
 
 if __name__ == "__main__":
-    PrefillMain.run()
+    run_worker(PrefillMain)

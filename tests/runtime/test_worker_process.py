@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import InternalError, InvalidArgumentError, UnavailableError
 from pageferry.prefill_svc.__main__ import PrefillMain
-from pageferry.runtime import worker_process
+from pageferry.runtime import worker_main
 from pageferry.runtime.background import in_background
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.metrics import WorkerMetrics
@@ -19,7 +19,8 @@ from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.work_calls import loading
 from pageferry.runtime.worker_hub import WorkerHub
-from pageferry.runtime.worker_process import WorkerParts, advertised_host, serve_worker
+from pageferry.runtime.worker_main import WorkerParts, advertised_host
+from pageferry.runtime.worker_process import serve_worker
 from pageferry.v1.admin_pb2 import Drained, DrainRequest, DrainResponse
 from pageferry.v1.admin_pb2_grpc import AdminServiceStub
 from pageferry.v1.inference_pb2 import WorkerLoad
@@ -158,7 +159,7 @@ async def test_an_engine_that_fails_ends_the_process_with_the_reason() -> None:
 
 
 async def test_a_frozen_engine_does_not_keep_the_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_process, "_STOP_S", 0.1)
+    monkeypatch.setattr(worker_main, "_STOP_S", 0.1)
     main = PrefillMain()
     release = threading.Event()
     main._loaded = worker = FrozenWorker()  # type: ignore[assignment]
