@@ -16,7 +16,7 @@ from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.http import build_app, serve_http
 from pageferry.router.http_tls import HttpTls
-from pageferry.router.service import InferenceServicer
+from pageferry.router.service import InferenceServicer, authorization_of
 from pageferry.router.tokenizer import load_tokenizer
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
 from pageferry.runtime.channels import open_channel
@@ -74,7 +74,12 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry, cert
             return await _drain(server, frontend, config.server.drain_grace_s if grace_s is None else grace_s)
 
         server.add(add_InferenceServiceServicer_to_server, InferenceServicer(frontend), "pageferry.v1.InferenceService")
-        server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: frontend.num_live), ADMIN_SERVICE)
+
+        def check(context: Any) -> None:
+            if not config.security.ca_file:  # else it has shown a certificate
+                frontend.check_admin(authorization_of(context), "a drain")
+
+        server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: frontend.num_live, check), ADMIN_SERVICE)
         if telemetry.traces is not None:
             server.add(
                 add_TraceServiceServicer_to_server,

@@ -24,7 +24,7 @@ class InferenceServicer(InferenceServiceServicer):
         deadline = None if left_s is None else self._frontend.clock() + left_s
         parent = otel_context.get_current()
         events = self._frontend.generate(
-            request, deadline=deadline, parent=parent, authorization=_authorization(context)
+            request, deadline=deadline, parent=parent, authorization=authorization_of(context)
         )
         async with aclosing(events):
             async for event in events:
@@ -33,24 +33,24 @@ class InferenceServicer(InferenceServiceServicer):
     async def Tokenize(  # noqa: N802 - named by the contract
         self, request: pb.TokenizeRequest, context: Any
     ) -> pb.TokenizeResponse:
-        return await self._frontend.tokenize(request, _authorization(context))
+        return await self._frontend.tokenize(request, authorization_of(context))
 
     async def ListModels(  # noqa: N802 - named by the contract
         self, request: pb.ListModelsRequest, context: Any
     ) -> pb.ListModelsResponse:
-        return self._frontend.list_models(_authorization(context))
+        return self._frontend.list_models(authorization_of(context))
 
     async def GetStatus(  # noqa: N802 - named by the contract
         self, request: pb.GetStatusRequest, context: Any
     ) -> pb.GetStatusResponse:
-        return self._frontend.get_status(_authorization(context))
+        return self._frontend.get_status(authorization_of(context))
 
     async def GetTrace(  # noqa: N802 - named by the contract
         self, request: pb.GetTraceRequest, context: Any
     ) -> pb.GetTraceResponse:
-        return self._frontend.get_trace(request, _authorization(context))
+        return self._frontend.get_trace(request, authorization_of(context))
 
 
-def _authorization(context: Any) -> list[str]:
+def authorization_of(context: Any) -> list[str]:
     """The caller's credentials, as they came."""
     return [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]

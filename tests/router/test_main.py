@@ -18,11 +18,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import free_port
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from pageferry.client.request import credentials
 from pageferry.core.config import Config, EngineConfig, RouterConfig, ServerConfig, TelemetryConfig
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
+from pageferry.core.security import SecurityConfig
+from pageferry.core.tenants import key_digest
 from pageferry.router.__main__ import main
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.admin_pb2 import DrainRequest
+from pageferry.v1.admin_pb2_grpc import AdminServiceStub
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -124,6 +129,28 @@ async def test_a_drain_lets_a_live_stream_end(workers: Rig) -> None:
         while (event := await call.read()) is not grpc.aio.EOF:
             answer.take(event)
         assert (answer.text, answer.reason) == ("abc", "length")
+
+
+async def test_only_an_admin_may_drain_a_router_that_knows_its_callers(workers: Rig, tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    keys = {name: f"{name}-{'k' * 32}" for name in ("boss", "acme")}
+    lines = [
+        f'[[tenant]]\nname = "{name}"\nkey_sha256 = ["{key_digest(key)}"]\nadmin = {str(name == "boss").lower()}\n'
+        for name, key in keys.items()
+    ]
+    tenants.write_text("".join(lines), encoding="utf-8")
+    config = replace(config_for(workers), security=SecurityConfig(tenants_file=str(tenants)))
+    async with running(config, asyncio.Event()) as channel:
+        admin = AdminServiceStub(channel)
+        for key, code in (("", "UNAUTHENTICATED"), (keys["acme"], "PERMISSION_DENIED")):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await admin.Drain(DrainRequest(), metadata=credentials(key)).read()
+            assert caught.value.code().name == code
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+        told = [message async for message in admin.Drain(DrainRequest(), metadata=credentials(keys["boss"]))]
+        assert told[-1].HasField("drained")
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status != SERVING
 
 
 @pytest.mark.parametrize("problem", ["no chat template", "error in line 1"])

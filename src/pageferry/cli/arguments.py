@@ -19,6 +19,11 @@ _FILES = (
 def add_address(parser: argparse.ArgumentParser) -> None:
     text = f"of the router; several with commas between them, or dns:///NAME:PORT; default {DEFAULT_ADDRESS}"
     parser.add_argument("--address", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help=text)
+    add_credentials(parser)
+
+
+def add_credentials(parser: argparse.ArgumentParser) -> None:
+    """What the caller shows, and of an encrypted connection."""
     text = f"of the caller; default {API_KEY_VARIABLE} of the environment, where other users can't see it"
     parser.add_argument("--api-key", default="", metavar="KEY", help=text)
     add_files(parser)
@@ -36,7 +41,7 @@ def files_of(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def connection_of(arguments: argparse.Namespace) -> dict[str, str]:
-    """What was given of `add_address`'s arguments beside the address, as the client library takes it."""
+    """What was given of `add_credentials`'s arguments, as the client library takes it."""
     return {"api_key": arguments.api_key or default_api_key(), **files_of(arguments)}
 
 

@@ -6,8 +6,9 @@ import asyncio
 import grpc
 from opentelemetry.trace import NoOpTracer
 
-from pageferry.cli.arguments import add_files, files_of
+from pageferry.cli.arguments import add_credentials, connection_of
 from pageferry.client.connection import certificates
+from pageferry.client.request import credentials
 from pageferry.core.errors import invalid
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.errors import from_rpc_error
@@ -27,7 +28,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace", type=float, metavar="SECONDS", help="for open calls to end; default: the service's own setting"
     )
-    add_files(parser)
+    add_credentials(parser)
     parser.epilog = _EPILOG
     parser.set_defaults(run=run, called="service")
 
@@ -44,10 +45,11 @@ async def _drain(arguments: argparse.Namespace) -> int:
     request = DrainRequest()
     if arguments.grace is not None:
         request.grace_ms = round(arguments.grace * 1000)
-    files = certificates(**files_of(arguments))
-    async with open_channel(arguments.address, NoOpTracer(), files) as channel:
+    connection = connection_of(arguments)
+    metadata = credentials(connection.pop("api_key"))
+    async with open_channel(arguments.address, NoOpTracer(), certificates(**connection)) as channel:
         try:
-            async for told in AdminServiceStub(channel).Drain(request):
+            async for told in AdminServiceStub(channel).Drain(request, metadata=metadata):
                 print(_line(told), flush=True)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None

@@ -13,17 +13,25 @@ _LOOK_S = 0.1  # how often the number of open calls is looked at, for whoever wa
 class Admin(admin_pb2_grpc.AdminServiceServicer):
     """Runs on the event loop. `drain` takes the seconds of grace (None: the service's own setting), and may run twice.
 
-    It returns how many calls it ended; until then `num_open` tells how many are open.
+    It returns how many calls it ended; until then `num_open` tells how many are open. `check` gets each call's context,
+    and raises a PageferryError for a caller who may not call.
     """
 
-    def __init__(self, drain: Callable[[float | None], Awaitable[int]], num_open: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        drain: Callable[[float | None], Awaitable[int]],
+        num_open: Callable[[], int],
+        check: Callable[[Any], None] = lambda context: None,
+    ) -> None:
         self._drain = drain
         self._num_open = num_open
+        self._check = check
         self._drains: set[asyncio.Task[int]] = set()
 
     async def Drain(  # noqa: N802 - named by the contract
         self, request: admin_pb2.DrainRequest, context: Any
     ) -> AsyncIterator[admin_pb2.DrainResponse]:
+        self._check(context)
         draining = self._begin(request.grace_ms / 1000 if request.HasField("grace_ms") else None)
         told: int | None = None
         while not draining.done():
