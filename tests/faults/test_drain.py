@@ -158,6 +158,33 @@ async def test_a_stream_longer_than_the_grace_ends_with_unavailable(deployment: 
         assert await health(service) == "NOT_SERVING"
 
 
+async def test_a_stream_longer_than_a_decode_workers_grace_goes_on_on_another(tiny_model: Path) -> None:
+    settings = {"engine.compute_dtype": "fp32"}
+    with Deployment(prefill=1, decode=2, model=tiny_model, settings=settings) as deployment:
+        async with deployment.stub() as stub:
+            request = greedy(prompt_of(51), 1500)
+            golden = (await generate(stub, request)).token_ids
+            await wait_idle(stub, timeout_s=20)
+            stream = Stream(stub, request)
+            await stream.until(10)
+            address = await decodes_on(stub)
+            async with grpc.aio.insecure_channel(address) as channel:
+                admin: Any = AdminServiceStub(channel)
+                told = [message async for message in admin.Drain(DrainRequest(grace_ms=0))]
+            assert told[-1].drained.ended_calls == 1
+            assert (await stream.rest()).token_ids == golden
+
+
+async def decodes_on(stub: Stub) -> str:
+    """Where the one stream is that runs."""
+    async with asyncio.timeout(30):
+        while True:
+            status = await stub.GetStatus(pb.GetStatusRequest())
+            for worker in status.workers:
+                if worker.role == "decode" and worker.load.running:
+                    return worker.address
+
+
 async def test_http_streams_finish_too_and_one_longer_than_the_grace_ends_with_an_error_event(
     deployment: Deployment,
 ) -> None:
