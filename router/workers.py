@@ -189,9 +189,11 @@ class Worker:
         self._link, self._link_reason = link, reason
 
     def _lose(self, reason: str) -> None:
-        if self._relying:
-            log("worker_given_up", level="warning", address=self.address, reason=reason, requests=len(self._relying))
-        for on_lost in [*self._relying]:
+        """Tell whoever relies on it, once each: those that have had all they need from it go on."""
+        relying, self._relying = self._relying, set()
+        if relying:
+            log("worker_given_up", level="warning", address=self.address, reason=reason, requests=len(relying))
+        for on_lost in relying:
             on_lost(UnavailableError(f"{self.role.value} worker {self.address} is lost: {reason}", reason=LOST))
 
     async def close(self) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
 
-from pageferry.core.errors import UnavailableError
+from pageferry.core.errors import PageferryError, UnavailableError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup, groups_text
 from pageferry.core.layout import CacheLayout
-from pageferry.router.workers import WorkerState
+from pageferry.router.workers import Role, WorkerState
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb, worker_pb2
 from pageferry.v1.worker_pb2 import WatchResponse
@@ -249,3 +249,15 @@ async def test_both_decode_workers_are_used(rig: Make) -> None:
             decode.pause_at[1].set()
         await asyncio.gather(*reading)
         await router.check_idle()
+
+
+async def test_a_request_is_told_once_that_a_worker_is_lost_however_long_it_stays_away(rig: Make) -> None:
+    async with rig() as router:
+        (worker,) = router.fleet.of(Role.PREFILL)
+        told: list[PageferryError] = []
+        changes: list[WorkerState] = []
+        with worker.relied_on(told.append):
+            router.fleet.listeners.append(lambda: changes.append(worker.state))
+            await router.prefill.server.__aexit__(None, None, None)
+            await eventually(lambda: changes.count(WorkerState.DOWN) >= 3)
+        assert len(told) == 1
