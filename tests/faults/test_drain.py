@@ -175,6 +175,28 @@ async def test_a_stream_longer_than_a_decode_workers_grace_goes_on_on_another(ti
             assert (await stream.rest()).token_ids == golden
 
 
+@pytest.mark.field("ai-dynamo/dynamo#791", "smg-project/smg#1172")
+async def test_every_overlong_stream_gets_its_status_though_the_process_ends_right_after(tiny_model: Path) -> None:
+    settings = {"server.drain_grace_s": "0.2"}
+    with Deployment(prefill=0, decode=1, model=tiny_model, settings=settings) as deployment:
+        for service, reasons in (
+            (deployment.routers[0], {"DRAINED"}),
+            (deployment.decode[0], {"DRAINING", "NO_WORKER"}),
+        ):
+            async with deployment.stub() as stub:
+                streams = [Stream(stub, greedy(prompt_of(number, 20), ENDLESS)) for number in range(16)]
+                for stream in streams:
+                    await stream.until(3)
+                assert await asyncio.to_thread(service.terminate) == 0
+                for stream in streams:
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await stream.rest()
+                    error = from_rpc_error(caught.value)
+                    assert (type(error), error.reason in reasons) == (UnavailableError, True), error
+            service.start()
+            await asyncio.to_thread(deployment.wait_ready)
+
+
 async def decodes_on(stub: Stub) -> str:
     """Where the one stream is that runs."""
     async with asyncio.timeout(30):
