@@ -216,19 +216,22 @@ class Dispatcher:
         return [worker for worker in self._fleet.of(Role.DECODE) if worker.is_hopeful and ask.has_model_of(worker)]
 
     def _decodes(self, ask: Ask) -> list[Worker]:
-        """Those that it may be sent to; one that failed it only where there is no other: its fault may have passed."""
-        able = [worker for worker in self._able_decodes(ask) if may_hold(worker, ask.demand.num_stored)]
-        others = [worker for worker in able if ask.may_use(worker)] or able
-        return [worker for worker in others if worker.is_ready]
+        able = [worker for worker in self._able_decodes(ask) if worker.is_ready]
+        return [worker for worker in able if may_hold(worker, ask.demand.num_stored)]
 
     def _states(self, ask: Ask, decodes: Sequence[Worker]) -> tuple[list[PrefillState], list[DecodeState]]:
         prefills = [prefill_state(worker, ask.cached_tokens(worker)) for worker in self._prefills(ask)]
         return prefills, [decode_state(worker, ask.cached_tokens(worker)) for worker in decodes]
 
     def _grant(self, ask: Ask) -> Grant | None:
-        decodes = [worker for worker in self._decodes(ask) if not worker.view.refusing]
         began = self._clock()
-        route = choose(ask.demand, *self._states(ask, decodes), self._settings)
+        decodes = [worker for worker in self._decodes(ask) if not worker.view.refusing]
+        others = [worker for worker in decodes if ask.may_use(worker)]
+        route = choose(ask.demand, *self._states(ask, others), self._settings)
+        if route is None and len(others) < len(decodes):
+            # One that failed it is there all the same, so that its fault may have passed. Waiting here for another one
+            # would hold up all that wait behind.
+            route = choose(ask.demand, *self._states(ask, decodes), self._settings)
         if route is None:
             return None
         by_address = {worker.address: worker for worker in self._fleet.workers}

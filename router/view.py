@@ -138,7 +138,7 @@ class WorkerView:
     @property
     def is_stalled(self) -> bool:
         """Whether its engine has work and makes no progress."""
-        return bool(getattr(self.load, "stalled", False))
+        return self.load.stalled
 
     @property
     def num_cached_pages(self) -> int:

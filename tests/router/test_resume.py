@@ -87,6 +87,13 @@ def fall_silent(router: Rig, fake: FakeDecode | FakePrefill) -> None:
             router.fleet._tasks[index] = asyncio.create_task(worker.watch(router.fleet._changed, silence_s=0.1))
 
 
+async def fill(router: Rig) -> None:
+    """Take all slots of the decode workers."""
+    for decode in router.decodes:
+        decode.publish(running=8)
+    await router.until(lambda: sum(worker.view.load.running for worker in router.fleet.workers) == 16)
+
+
 async def finish(answer: Answer, stream: AsyncIterator[pb.GenerateResponse]) -> Answer:
     async for event in stream:
         answer.take(event)
@@ -231,6 +238,34 @@ async def test_a_worker_that_falls_silent_loses_its_streams(rig: Make) -> None:
         await router.check_idle()
 
 
+async def test_a_worker_whose_engine_stands_still_loses_its_streams(router: Rig) -> None:
+    first, second, answer, stream = await pause(router, ask(), 10)
+    first.publish(stalled=True)
+    assert (await finish(answer, stream)).token_ids == TOKENS[:30]
+    status = {worker.address: worker for worker in router.frontend.get_status().workers}
+    assert (status[first.address].state, status[first.address].reason) == ("stale", "its engine makes no progress")
+    assert (await router.generate(ask(5))).token_ids == TOKENS[:5]
+    assert (len(first.works), len(second.works)) == (1, 2)
+    second.publish(stalled=True)
+    await router.until(lambda: not router.frontend.ready)
+    with pytest.raises(UnavailableError, match=r"is stale \(its engine makes no progress"):
+        await router.generate(ask(5))
+    first.publish(stalled=False)
+    await router.until(lambda: router.frontend.ready)
+    first.pause_at = {}
+    assert (await router.generate(ask(5))).token_ids == TOKENS[:5]
+
+
+async def test_where_no_other_has_room_the_same_worker_goes_on(router: Rig) -> None:
+    first, second, answer, stream = await pause(router, ask(), 10)
+    second.publish(running=8)
+    await router.until(lambda: any(worker.view.load.running == 8 for worker in router.fleet.workers))
+    lose_at(router, 10)
+    first.pause_at[10].set()
+    assert (await finish(answer, stream)).token_ids == TOKENS[:30]
+    assert (len(first.works), len(second.works)) == (2, 0)
+
+
 async def test_a_silent_prefill_worker_loses_its_prompts(rig: Make) -> None:
     async with rig(num_prefill=2, silence_s=60) as router:
         for prefill in router.prefills:
@@ -296,8 +331,7 @@ async def test_what_a_lost_worker_says_late_is_not_heard(rig: Make) -> None:
 
 async def test_a_client_that_leaves_while_its_request_waits_to_go_on_leaves_nothing(router: Rig) -> None:
     first, second, _, stream = await pause(router, ask(), 10)
-    second.publish(running=8)
-    await router.until(lambda: sum(worker.view.load.running for worker in router.fleet.workers) >= 8)
+    await fill(router)
     first.fail_at = {10: KILLED}
     reading = asyncio.create_task(anext(stream))
     first.pause_at[10].set()
@@ -317,9 +351,7 @@ async def test_a_deadline_passes_while_a_request_waits_to_go_on(router: Rig) -> 
     stream, answer = router.stream(ask(), deadline=time.monotonic() + 1), Answer()
     while len(answer.token_ids) < 3:
         answer.take(await anext(stream))
-    for decode in router.decodes:
-        decode.publish(running=8)
-    await router.until(lambda: sum(worker.view.load.running for worker in router.fleet.workers) >= 16)
+    await fill(router)
     second_request.set()
     with pytest.raises(DeadlineExceededError):
         await finish(answer, stream)
@@ -328,9 +360,8 @@ async def test_a_deadline_passes_while_a_request_waits_to_go_on(router: Rig) -> 
 
 
 async def test_a_router_that_drains_ends_what_waits_to_go_on(router: Rig) -> None:
-    first, second, answer, stream = await pause(router, ask(), 10)
-    second.publish(running=8)
-    await router.until(lambda: sum(worker.view.load.running for worker in router.fleet.workers) >= 8)
+    first, _, answer, stream = await pause(router, ask(), 10)
+    await fill(router)
     first.fail_at = {10: KILLED}
     first.pause_at[10].set()
     reading = asyncio.create_task(finish(answer, stream))
