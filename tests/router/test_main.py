@@ -181,6 +181,7 @@ async def test_a_model_without_a_usable_chat_template_is_told_at_the_start_and_c
         assert reply.json()["choices"][0]["text"] == "abc"
 
 
+@pytest.mark.field("vllm-project/vllm#42895", "ROCm/ATOM#2249")
 async def test_health_says_that_workers_do_not_fit(workers: Rig) -> None:
     async with running(config_for(workers), asyncio.Event()) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from pageferry.core.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from pageferry.v1 import decode_pb2, inference_pb2 as pb, types_pb2 as types
+from pageferry.v1 import decode_pb2, inference_pb2 as pb, prefill_pb2, types_pb2 as types
 
 PUSHED, LOCAL = decode_pb2.PROMPT_SOURCE_PUSHED, decode_pb2.PROMPT_SOURCE_LOCAL
 TOKENS = [*range(100, 140)]  # none special, none a stop
@@ -61,6 +62,7 @@ async def fill(router: Rig) -> None:
     await router.until(lambda: router.fleet.workers[-1].view.load.running == 8)
 
 
+@pytest.mark.field("NVIDIA/TensorRT-LLM#5762", "sgl-project/sglang#32897")
 @pytest.mark.parametrize("num_prompt", [15, 16, 17])
 async def test_first_token_is_neither_lost_nor_doubled(rig: Make, num_prompt: int) -> None:
     async with rig() as router:
@@ -88,6 +90,7 @@ async def test_first_token_does_not_wait_for_the_push(rig: Make) -> None:
         await router.check_idle()
 
 
+@pytest.mark.field("sgl-project/sglang#7147", "sgl-project/sglang#7598")
 async def test_one_token_needs_no_decode_worker(rig: Make) -> None:
     async with rig() as router:
         answer = await router.generate(ask(max_tokens=1))
@@ -147,6 +150,7 @@ async def test_stop_string_ends_both_calls(rig: Make, from_prefill: bool) -> Non
         await router.check_idle()
 
 
+@pytest.mark.field("NVIDIA/TensorRT-LLM#5762", "sgl-project/sglang#32897")
 @pytest.mark.parametrize("num_prompt", [15, 16, 17])
 @pytest.mark.parametrize("batch", [1, 3])
 async def test_a_stop_string_completed_by_the_last_token_is_a_stop(rig: Make, num_prompt: int, batch: int) -> None:
@@ -202,6 +206,7 @@ async def test_min_tokens_wins_over_stop_strings_and_eos(rig: Make) -> None:
         assert (await router.generate(ask(max_tokens=4))).token_ids == [100, EOS]
 
 
+@pytest.mark.field("vllm-project/aibrix#2289", "tenstorrent/tt-inference-server#3926", "llm-d/llm-d#2433")
 async def test_a_failed_prefill_goes_to_another_worker(rig: Make) -> None:
     async with rig(num_prefill=2) as router:
         for prefill in router.prefills:
@@ -238,6 +243,7 @@ async def test_one_token_comes_from_the_decode_worker_where_prefill_fails(rig: M
         assert router.decode.sources == [LOCAL]
 
 
+@pytest.mark.field("vllm-project/vllm-ascend#12522", "vllm-project/vllm#49250", "vllm-project/vllm#50754")
 async def test_a_broken_push_keeps_the_token_that_was_sent(rig: Make) -> None:
     async with rig() as router:
         router.prefill.push_failure = DataLossError("checksum of page 3 differs")
@@ -268,6 +274,7 @@ async def test_a_prefill_worker_that_dies_after_the_commit_is_not_missed(rig: Ma
         assert router.value("pageferry_prefill_failures_total", next="local") == 0
 
 
+@pytest.mark.field("vllm-project/aibrix#2289", "tenstorrent/tt-inference-server#3926", "llm-d/llm-d#2433")
 async def test_the_clients_error_carries_the_prefill_workers_reason(rig: Make) -> None:
     async with rig() as router:
         router.prefill.failure = UnavailableError("out of order", reason="P_BROKEN")
@@ -284,6 +291,7 @@ async def test_the_clients_error_carries_the_prefill_workers_reason(rig: Make) -
         await router.check_idle()
 
 
+@pytest.mark.field("vllm-project/aibrix#2289", "tenstorrent/tt-inference-server#3926", "llm-d/llm-d#2433")
 async def test_no_worker_left_says_why_the_prefill_failed(rig: Make) -> None:
     async with rig() as router:
         router.prefill.failure = UnavailableError("out of order", reason="P_BROKEN")
@@ -304,6 +312,59 @@ async def test_no_worker_left_says_why_the_prefill_failed(rig: Make) -> None:
         both = (SpanKind.CLIENT, SpanKind.SERVER)
         assert {ends["Prefill", kind] for kind in both} == {"UNAVAILABLE"}
         assert {ends["Decode", kind] for kind in both} == {"CANCELLED"}
+
+
+@pytest.mark.field("vllm-project/aibrix#2289", "tenstorrent/tt-inference-server#3926", "llm-d/llm-d#2433")
+@pytest.mark.parametrize(
+    "how", ["raises after it was scheduled", "is killed before its prefill", "ends without a token"]
+)
+async def test_a_prefill_worker_that_fails_frees_its_decode_worker_at_once(rig: Make, how: str) -> None:
+    async with rig() as router:
+        router.prefill.compute.clear()
+        if how.startswith("ends"):
+            whole = router.prefill._prefill
+
+            async def without_token(request: prefill_pb2.PrefillRequest) -> AsyncIterator[object]:
+                async with aclosing(whole(request)) as events:
+                    yield await anext(events)
+                    await router.prefill.compute.wait()
+
+            router.prefill._prefill = without_token
+        reading = asyncio.create_task(router.generate(ask()))
+        await eventually(lambda: router.prefill.num_live == 1)
+        began = time.monotonic()
+        if how.startswith("is killed"):
+            await router.prefill.server.__aexit__(None, None, None)
+        router.prefill.failure = InternalError("engine failed") if how.startswith("raises") else None
+        router.prefill.compute.set()
+        assert (await reading).token_ids == TOKENS[:5]
+        assert time.monotonic() - began < 2
+        assert router.decode.sources == [PUSHED, LOCAL]
+        assert router.decode.num_cancelled == 1
+        assert router.value("pageferry_prefill_failures_total", next="local") == 1
+        await router.check_idle()
+        spans = await router.log.wait(9)
+        root = assert_one_tree(spans)
+        assert root.attributes["pageferry.fallback"] == "local"
+        services = {span.name.partition("/")[0].rpartition(".")[2] for span in spans if "/" in span.name}
+        assert services == {"PrefillService", "DecodeService"}
+
+
+@pytest.mark.field("vllm-project/vllm-ascend#12522", "vllm-project/vllm#49250", "vllm-project/vllm#50754")
+async def test_a_push_that_stops_half_way_is_tried_over_another_prefill_worker(rig: Make) -> None:
+    async with rig(num_prefill=2) as router:
+        first, second = router.prefills
+        second.publish(queued_prompt_tokens=10)  # so that the first is chosen first
+        await router.until(lambda: router.fleet.workers[1].view.load.queued_prompt_tokens == 10)
+        first.push_failure = UnavailableError("the hand-off broke off: chunk 4 of 5 was not sent")
+        began = time.monotonic()
+        answer = await router.generate(ask(96))
+        assert time.monotonic() - began < 2
+        assert (answer.token_ids, answer.reason) == (TOKENS[:5], "length")
+        assert [list(prefill.works[0].output_ids) for prefill in router.prefills] == [[], TOKENS[:1]]
+        assert router.decode.sources == [PUSHED, PUSHED]
+        assert router.value("pageferry_prefill_failures_total", next="other_prefill") == 1
+        await router.check_idle()
 
 
 async def test_what_the_request_itself_is_to_blame_for_is_not_tried_again(rig: Make) -> None:

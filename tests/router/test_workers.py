@@ -61,12 +61,14 @@ async def test_status_tells_role_state_load_and_layout(rig: Make) -> None:
         assert len(bytes.fromhex(decode.incarnation)) == 16
 
 
+@pytest.mark.field("vllm-project/vllm#42895", "ROCm/ATOM#2249")
 @pytest.mark.parametrize(
     "layout",
     [
         replace(LAYOUT, page_size=32),
         replace(LAYOUT, format=PageFormat.parse("int4")),
         replace(LAYOUT, format=PageFormat.parse("k=bf16,v=int8")),
+        replace(LAYOUT, format=PageFormat.parse("int8:channel")),
         replace(LAYOUT, fingerprint="0" * 32),
         replace(LAYOUT, version=2),
         replace(LAYOUT, groups=(CacheGroup((0,), 64), CacheGroup((1,)))),
@@ -89,6 +91,7 @@ async def test_workers_whose_pages_differ_are_refused_with_both_values(rig: Make
         assert router.decode.works == []
 
 
+@pytest.mark.field("vllm-project/vllm#42895", "ROCm/ATOM#2249")
 async def test_a_worker_that_comes_back_with_another_page_size_gets_no_work(rig: Make) -> None:
     async def come_back(worker: FakeWorker, layout: CacheLayout) -> None:
         worker.snapshot.layout.CopyFrom(layout_to_proto(layout))
@@ -119,6 +122,7 @@ async def test_a_prefill_worker_that_can_convert_its_pages_fits(rig: Make) -> No
         assert len(router.prefill.works) == 1
 
 
+@pytest.mark.field("vllm-project/vllm#42895", "ROCm/ATOM#2249")
 async def test_a_pair_that_fits_is_used_beside_one_that_does_not(rig: Make) -> None:
     async with rig(num_prefill=2) as router:
         odd = router.prefills[1]
@@ -170,6 +174,7 @@ async def test_a_gap_makes_the_view_stale_until_it_is_made_anew(rig: Make) -> No
         assert worker.state is WorkerState.READY
 
 
+@pytest.mark.field("llm-d/llm-d-router#2853")
 async def test_another_process_on_the_address_starts_from_nothing(rig: Make) -> None:
     async with rig() as router:
         worker = router.fleet.workers[1]

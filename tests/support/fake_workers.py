@@ -75,9 +75,10 @@ class FakeWorker:
             chunk_tokens=256,
             load=pb.WorkerLoad(pages_total=100, pages_free=100),
         )
-        if len(layout.groups) > 1:  # else it is as a worker that knows of no groups
+        if len(layout.groups) + layout.format.has_tails > 1:  # else it is as a worker that knows of no groups
             pools = [pb.PoolLoad(group=group, pages_total=100, pages_free=100) for group in range(len(layout.groups))]
-            self.snapshot.load.pools.extend(pools)
+            tails = [pb.PoolLoad(pages_total=100, pages_free=100)] if layout.format.has_tails else []
+            self.snapshot.load.pools.extend([*pools, *tails])
         self.address = ""
         self.works: list[types.WorkItem] = []
         self.num_live = 0
