@@ -27,8 +27,8 @@ from pageferry.router.request_span import Timeline, TryTimes
 from pageferry.router.workers import Role, Worker
 from pageferry.v1 import decode_pb2, prefill_pb2, types_pb2 as types
 
-# How long the other worker's word is waited for, once one of them has failed: the prefill worker knows why a hand-off
-# broke, and the decode worker may have had its commit before the prefill worker died.
+# How long the other worker's word is waited for, once one of them has failed: each knows why a hand-off broke, or is
+# what broke it, and the decode worker may have had its commit before the prefill worker died.
 CAUSE_S = 0.2
 COMMIT_S = 0.5
 # How long calls whose work is done are given to end by themselves: the last figures come so, and their spans end well.
@@ -224,10 +224,12 @@ class Attempt:
             raise error
         if self._failure is not None:  # the decode worker's word says more than that the prefill worker's call broke
             raise self._prefill_failed(self._failure if means_gone(error) else error)
-        if not self._first_token_seen:
+        if self._first_token_seen:  # the commit may have come through all the same
+            self._failure, self._patience_s = error, COMMIT_S
+        elif means_gone(error) and Role.DECODE in self._open:  # or is it the decode worker that is gone?
+            self._failure, self._patience_s = error, CAUSE_S
+        else:
             raise self._prefill_failed(error)
-        # The commit may have come through all the same.
-        self._failure, self._patience_s = error, COMMIT_S
 
     def _on_decode_end(self, error: PageferryError | None) -> None:
         if error is None:
@@ -239,5 +241,6 @@ class Attempt:
         if self._source is Source.LOCAL or self._num_decoded or self._shipped or means_gone(error):
             raise DecodeLostError(self._decode, self._identities[Role.DECODE], error)
         if self._failure is not None or Role.PREFILL not in self._open:
-            raise self._prefill_failed(self._failure or error)
+            known = self._failure
+            raise self._prefill_failed(error if known is None or means_gone(known) else known)
         self._failure, self._patience_s = error, CAUSE_S

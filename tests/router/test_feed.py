@@ -62,7 +62,7 @@ async def test_a_reader_that_is_slow_gets_few_messages_and_holds_nobody_up(route
             num_messages += event.HasField("delta")
     assert answer.token_ids == TOKENS[:70]
     assert num_before <= 2
-    assert num_messages <= 3  # the push's end comes between tokens
+    assert num_messages <= 5  # what the prefill worker says may come between tokens
 
 
 async def test_a_call_that_fails_fails_after_its_last_tokens(router: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from pageferry.core.errors import (
     PageferryError,
     UnavailableError,
 )
+from pageferry.router import attempt
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import decode_pb2, inference_pb2 as pb, types_pb2 as types
 
@@ -151,6 +152,35 @@ async def test_a_worker_that_dies_before_its_first_token_is_not_the_prefill_work
     assert resumes(router, "resumed") == 1
     assert router.value("pageferry_prefill_failures_total", next="other_prefill") == 0
     assert router.value("pageferry_prefill_failures_total", next="local") == 0
+
+
+async def test_nor_is_it_where_the_prefill_worker_is_the_first_to_tell(
+    router: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempt, "CAUSE_S", 60)
+    router.prefill.compute.clear()
+    reading = asyncio.create_task(router.generate(ask(5)))
+    await router.prefill.accepted.wait()
+    router.prefill.failure = UnavailableError("the hand-off broke off: Socket closed", reason="STREAM_BROKEN")
+    router.prefill.compute.set()
+    await router.prefill.wait_idle()
+    router.prefill.failure = None
+    for commit in router.tickets.values():
+        commit.set_exception(UnavailableError("killed"))
+    assert (await reading).token_ids == TOKENS[:5]
+    assert resumes(router, "resumed") == 1
+    assert [len(prefill.works) for prefill in router.prefills] == [2]
+    assert router.value("pageferry_prefill_failures_total", next="local") == 0
+
+
+async def test_the_worker_that_says_why_a_hand_off_broke_is_believed(
+    router: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attempt, "CAUSE_S", 60)
+    router.prefill.push_failure = UnavailableError("push ended while it was written to", reason="STREAM_BROKEN")
+    assert (await router.generate(ask(5))).token_ids == TOKENS[:5]
+    (failed,) = [record.pageferry_fields for record in caplog.records if record.getMessage() == "prefill_failed"]
+    assert failed["failure"]["reason"] == "HANDOFF_BROKEN"
 
 
 async def test_a_process_that_is_killed_leaves_nothing_undone(router: Rig) -> None:
