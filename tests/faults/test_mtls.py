@@ -32,6 +32,7 @@ from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 from pageferry.v1.page_pb2_grpc import PageServiceStub
 
 SERVICES_ID, CLIENT_ID = "spiffe://pageferry.test/services/tiny", "spiffe://pageferry.test/clients/tester"
+OF_WORKERS = Counter({("kv.push", "CLIENT"): 1, ("kv.push", "SERVER"): 1, ("decode.generate", "INTERNAL"): 1})
 # One of each service that is no health service, and what a probe would call.
 METHODS = (
     "pageferry.v1.InferenceService/Generate",
@@ -108,8 +109,7 @@ async def test_all_that_services_tell_each_other_goes_over_connections_that_both
         answer = await generate(InferenceServiceStub(channel), greedy([5] * 40, 8))
         assert answer.finished is not None and answer.started is not None
         assert answer.finished.pages.shipped  # from prefill to decode
-        of_workers = Counter({("kv.push", "CLIENT"): 1, ("kv.push", "SERVER"): 1, ("decode.generate", "INTERNAL"): 1})
-        await wait_trace(InferenceServiceStub(channel), answer.started.trace_id, of_workers, timeout_s=20)
+        await wait_trace(InferenceServiceStub(channel), answer.started.trace_id, OF_WORKERS, timeout_s=20)
     async with Client(router.address, **shared.files()) as client:
         assert (await client.generate([5] * 40, max_tokens=8, temperature=0, ignore_eos=True).result()).token_ids == (
             *answer.token_ids,
@@ -227,6 +227,10 @@ async def test_certificates_and_their_authority_change_while_streams_go_on(tmp_p
                 assert during.pages.shipped  # the prefill worker has connected anew
                 again = await other.generate([5] * 40, max_tokens=64, temperature=0, ignore_eos=True).result()
             assert again.token_ids == undisturbed.token_ids
+            async with open_channel(
+                router.address, NoOpTracer(), Certificates(TlsFiles(**made.files(fresh, new)))
+            ) as channel:
+                await wait_trace(InferenceServiceStub(channel), again.trace_id, OF_WORKERS, timeout_s=20)
             for stream, reader in zip(streams, readers, strict=True):
                 assert [delta async for delta in reader]
                 whole = await stream.result()

@@ -1,7 +1,10 @@
 """Encrypted connections: who gets one, who may call what on it, and what happens when files change."""
 
 import asyncio
+import http.client
+import socket
 import ssl
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +22,7 @@ from pageferry.core.errors import InvalidArgumentError, PermissionDeniedError
 from pageferry.core.security import SecurityConfig
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.server import GrpcServer, ServerSecurity
 from pageferry.runtime.tls import Certificates, TlsFiles
 from pageferry.v1 import decode_pb2, decode_pb2_grpc
@@ -68,6 +72,7 @@ async def serving(
     async with GrpcServer(ServerConfig(**config), TRACER, served) as server:
         register = decode_pb2_grpc.add_DecodeServiceServicer_to_server
         server.add(register, FakeDecode(decode), "pageferry.v1.DecodeService")
+        server.add(lambda *_: None, None, "pageferry.v1.InferenceService")  # whose health clients of several look at
         await server.start()
         await server.set_serving(True)
         yield server
@@ -230,6 +235,39 @@ async def test_a_connection_with_old_certificates_is_closed_after_its_last_call(
             assert not secure._retired
             assert old.get_state() is grpc.ChannelConnectivity.SHUTDOWN
             assert [message async for message in next_stream]
+
+
+async def test_several_addresses_need_a_name_of_their_own(
+    authority: Authority, server_identity: Identity, caller: Identity
+) -> None:
+    security = security_of(server_identity, authority)
+    async with serving(security) as first, serving(security) as second:
+        address = f"127.0.0.1:{first.port},127.0.0.1:{second.port}"
+        with pytest.raises(InvalidArgumentError, match="server_name is '', must be set where several"):
+            open_channel(address, TRACER, files_of(authority, caller))
+        async with open_channel(address, TRACER, files_of(authority, caller, SERVER_NAME)) as channel:
+            assert await ask(channel) == 2
+
+
+def test_metrics_are_for_who_has_a_certificate(
+    authority: Authority, server_identity: Identity, caller: Identity, tmp_path: Path
+) -> None:
+    port, other = free_port(), Authority(tmp_path, "other")
+    WorkerMetrics().serve("127.0.0.1", port, files_of(authority, server_identity))
+
+    def fetch(trusted: Authority, identity: Identity | None) -> bytes:
+        context = files_of(trusted, identity).for_http_client()
+        with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context, timeout=20) as answer:
+            return bytes(answer.read())
+
+    with socket.create_connection(("127.0.0.1", port)):  # says nothing, and holds up nobody
+        assert b"pageferry_pages" in fetch(authority, caller)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            fetch(authority, None)
+        with pytest.raises((OSError, http.client.HTTPException)):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20)
+        server_identity.replace_by(other.issue("new-server"))
+        assert b"pageferry_pages" in fetch(other, caller)
 
 
 def test_files_that_can_not_be_used_are_named(
