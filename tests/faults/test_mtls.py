@@ -268,6 +268,8 @@ def test_up_and_the_commands_with_certificates(tiny_model: Path, tmp_path: Path)
             assert refused.returncode == 1
             assert refused.stderr.startswith(f"error: no router answers at {cluster.address}: ")
             assert hint in refused.stderr
+        drained = pageferry("drain", "--address", cluster.address, *files)
+        assert drained.returncode == 0, drained.stderr
         halved = pageferry("status", "--address", cluster.address, *files[:4])
         assert (halved.returncode, halved.stderr) == (
             1,

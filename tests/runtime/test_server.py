@@ -14,9 +14,9 @@ from opentelemetry.trace import NoOpTracer
 from spans import SpanLog
 
 import pageferry.runtime.server as server_module
-from pageferry.core.config import ServerConfig
+from pageferry.core.config import HandoffConfig, ServerConfig
 from pageferry.core.errors import ResourceExhaustedError, UnavailableError
-from pageferry.runtime.channels import KEEPALIVE_MS, MIN_PING_INTERVAL_MS
+from pageferry.runtime.channels import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MIN_PING_INTERVAL_MS
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
 from pageferry.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -146,6 +146,10 @@ async def test_a_host_that_is_not_ours() -> None:
 
 def test_a_server_tolerates_its_clients_pings() -> None:
     assert MIN_PING_INTERVAL_MS < KEEPALIVE_MS
+
+
+def test_a_peer_that_is_gone_is_noticed_within_a_lease() -> None:
+    assert HandoffConfig().lease_ms >= KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS
 
 
 class Steps:
