@@ -1,7 +1,9 @@
 """The client without asyncio: the same calls, blocking."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self, TypeVar, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
+from weakref import WeakSet
 
 import grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
@@ -15,7 +17,7 @@ from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.forks import claim_process, owns_process
 from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.targets import parse_target
-from pageferry.runtime.tls import Certificates, channel_credentials, channel_options, check_name
+from pageferry.runtime.tls import Certificates, Loaded, channel_credentials, channel_options, check_name
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -70,7 +72,7 @@ class SyncClient:
     `with SyncClient(…) as client`.
 
     The current OpenTelemetry span, if there is one, becomes the parent of the request's trace. Clients of one `api_key`
-    share cached prompts, with no others. The files are as for `Client`, and are read once.
+    share cached prompts, with no others. The files are as for `Client`.
     """
 
     def __init__(
@@ -87,7 +89,11 @@ class SyncClient:
         claim_process()
         self.address = address
         self._metadata = credentials(api_key)
-        self._channel = _open(address, certificates(ca, cert, key, server_name))
+        self._certificates = certificates(ca, cert, key, server_name)
+        self._shown = self._certificates.now if self._certificates is not None else None
+        self._channel = _open(address, self._certificates, self._shown)
+        self._calls: WeakSet[Any] = WeakSet()  # of generations
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +105,8 @@ class SyncClient:
         """End the connection, and with it whatever still runs."""
         if owns_process():
             self._channel.close()
+            for call in [*self._calls]:  # those on channels of before
+                call.cancel()
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> SyncGeneration:
         """Start to generate from a text, a list of token ids, or a list of {"role": …, "content": …}.
@@ -108,7 +116,9 @@ class SyncClient:
         """
         request = generate_request(prompt, options)
         metadata = (*self._metadata, *inject_context().items())
-        return SyncGeneration(self._stub.Generate(request, timeout=options.get("timeout_s"), metadata=metadata))
+        call = self._stub.Generate(request, timeout=options.get("timeout_s"), metadata=metadata)
+        self._calls.add(call)
+        return SyncGeneration(call)
 
     def tokenize(self, text: str | Sequence[Message], *, model: str = "") -> pb.TokenizeResponse:
         """Token ids, and the text of each, of a text or of a conversation in the model's chat template."""
@@ -139,17 +149,27 @@ class SyncClient:
     def _stub(self) -> InferenceServiceStub:
         """FailedPreconditionError in a process that was forked from the client's own."""
         claim_process()
-        return InferenceServiceStub(self._channel)
+        return InferenceServiceStub(self._renewed())
+
+    def _renewed(self) -> grpc.Channel:
+        """Another channel where the files have changed. The library closes the old one after its last call."""
+        if self._certificates is None:
+            return self._channel
+        with self._lock:
+            loaded = self._certificates.now
+            if loaded is not self._shown:
+                self._shown, self._channel = loaded, _open(self.address, self._certificates, loaded)
+            return self._channel
 
 
-def _open(address: str, files: Certificates | None) -> grpc.Channel:
+def _open(address: str, certificates: Certificates | None, loaded: Loaded | None) -> grpc.Channel:
     target = parse_target(address)
     options = (*CHANNEL_OPTIONS, *target.options)
-    if files is None:
+    if certificates is None or loaded is None:
         return grpc.insecure_channel(target.uri, options=options)
-    check_name(target, files.files)
-    options = (*options, *channel_options(files.files))
-    return grpc.secure_channel(target.uri, channel_credentials(files.now), options=options)
+    check_name(target, certificates.files)
+    options = (*options, *channel_options(certificates.files))
+    return grpc.secure_channel(target.uri, channel_credentials(loaded), options=options)
 
 
 def _error(error: grpc.RpcError) -> PageferryError:
