@@ -31,6 +31,7 @@ from pageferry.v1.decode_pb2_grpc import DecodeServiceStub
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 from pageferry.v1.page_pb2_grpc import PageServiceStub
 
+pytestmark = pytest.mark.timeout(300)
 SERVICES_ID, CLIENT_ID = "spiffe://pageferry.test/services/tiny", "spiffe://pageferry.test/clients/tester"
 OF_WORKERS = Counter({("kv.push", "CLIENT"): 1, ("kv.push", "SERVER"): 1, ("decode.generate", "INTERNAL"): 1})
 # One of each service that is no health service, and what a probe would call.
@@ -97,7 +98,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
 
 
 async def code_of(channel: grpc.aio.Channel, method: str) -> grpc.StatusCode:
-    call: Any = channel.unary_unary(f"/{method}")(b"", timeout=20)
+    call: Any = channel.unary_unary(f"/{method}")(b"", timeout=60)
     return await call.code()
 
 
@@ -109,7 +110,7 @@ async def test_all_that_services_tell_each_other_goes_over_connections_that_both
         answer = await generate(InferenceServiceStub(channel), greedy([5] * 40, 8))
         assert answer.finished is not None and answer.started is not None
         assert answer.finished.pages.shipped  # from prefill to decode
-        await wait_trace(InferenceServiceStub(channel), answer.started.trace_id, OF_WORKERS, timeout_s=20)
+        await wait_trace(InferenceServiceStub(channel), answer.started.trace_id, OF_WORKERS, timeout_s=60)
     async with Client(router.address, **shared.files()) as client:
         assert (await client.generate([5] * 40, max_tokens=8, temperature=0, ignore_eos=True).result()).token_ids == (
             *answer.token_ids,
@@ -133,7 +134,7 @@ async def test_without_a_certificate_nothing_but_health_answers(shared: Secured,
             assert codes == [grpc.StatusCode.UNAVAILABLE] * len(METHODS)
         async with grpc.aio.insecure_channel(f"127.0.0.1:{service.settings['server.health_port']}") as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
-            health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
             assert health.status == health_pb2.HealthCheckResponse.SERVING
             codes = [await code_of(channel, method) for method in METHODS[:-1]]
             assert codes == [grpc.StatusCode.UNIMPLEMENTED] * len(codes)
@@ -164,7 +165,7 @@ async def test_http_wants_the_same_certificates(shared: Secured) -> None:
         cert, key = (str(identity.cert), str(identity.key)) if identity is not None else ("", "")
         context = Certificates(TlsFiles(cert, key, str(shared.authority.cert))).for_http_client()
         try:
-            with urllib.request.urlopen(url, timeout=20, context=context) as answer:
+            with urllib.request.urlopen(url, timeout=60, context=context) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
             return error.code
@@ -174,7 +175,7 @@ async def test_http_wants_the_same_certificates(shared: Secured) -> None:
     with pytest.raises((ssl.SSLError, urllib.error.URLError, ConnectionError)):
         await asyncio.to_thread(status, None)
     with pytest.raises((urllib.error.URLError, ConnectionError)):
-        await asyncio.to_thread(urllib.request.urlopen, f"{router.http}/health", timeout=20)
+        await asyncio.to_thread(urllib.request.urlopen, f"{router.http}/health", timeout=60)
 
 
 async def test_a_ticket_of_another_request_is_refused(shared: Secured) -> None:
@@ -202,7 +203,7 @@ async def test_a_ticket_of_another_request_is_refused(shared: Secured) -> None:
         for call in calls.values():
             call.cancel()
     async with shared.channel(shared.deployment.routers[0]) as channel:
-        await wait_idle(InferenceServiceStub(channel), timeout_s=20)
+        await wait_idle(InferenceServiceStub(channel), timeout_s=60)
 
 
 async def test_certificates_and_their_authority_change_while_streams_go_on(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ async def test_certificates_and_their_authority_change_while_streams_go_on(tmp_p
             async with open_channel(
                 router.address, NoOpTracer(), Certificates(TlsFiles(**made.files(fresh, new)))
             ) as channel:
-                await wait_trace(InferenceServiceStub(channel), again.trace_id, OF_WORKERS, timeout_s=20)
+                await wait_trace(InferenceServiceStub(channel), again.trace_id, OF_WORKERS, timeout_s=60)
             for stream, reader in zip(streams, readers, strict=True):
                 assert [delta async for delta in reader]
                 whole = await stream.result()

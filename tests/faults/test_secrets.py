@@ -18,6 +18,7 @@ from pageferry.v1.decode_pb2_grpc import DecodeServiceStub
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 from pageferry.v1.page_pb2_grpc import PageServiceStub
 
+pytestmark = pytest.mark.timeout(300)
 PROMPT, SYSTEM, STOP, KEY, SALT = (f"marked-{name}-c0ffee" for name in ("prompt", "system", "stop", "key", "salt"))
 MARKS = (PROMPT, SYSTEM, STOP, KEY, SALT)
 IDS = [311, 298, 307, 301, 287, 319]

@@ -85,7 +85,7 @@ def channel_to(server: GrpcServer, certificates: Certificates | None) -> grpc.ai
 async def ask(channel: grpc.aio.Channel) -> int:
     """How many messages came."""
     stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
-    return len([message async for message in stub.Decode(decode_pb2.DecodeRequest(), timeout=10)])
+    return len([message async for message in stub.Decode(decode_pb2.DecodeRequest(), timeout=60)])
 
 
 async def error_of(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
@@ -97,7 +97,7 @@ async def error_of(channel: grpc.aio.Channel) -> grpc.aio.AioRpcError:
 
 async def health_of(channel: grpc.aio.Channel) -> int:
     stub: Any = health_pb2_grpc.HealthStub(channel)
-    return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)).status)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)).status)
 
 
 async def test_a_caller_with_a_certificate_is_served(
@@ -257,7 +257,7 @@ def test_metrics_are_for_who_has_a_certificate(
 
     def fetch(trusted: Authority, identity: Identity | None) -> bytes:
         context = files_of(trusted, identity).for_http_client()
-        with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context, timeout=20) as answer:
+        with urllib.request.urlopen(f"https://127.0.0.1:{port}/metrics", context=context, timeout=60) as answer:
             return bytes(answer.read())
 
     with socket.create_connection(("127.0.0.1", port)):  # says nothing, and holds up nobody
@@ -265,7 +265,7 @@ def test_metrics_are_for_who_has_a_certificate(
         with pytest.raises((OSError, http.client.HTTPException)):
             fetch(authority, None)
         with pytest.raises((OSError, http.client.HTTPException)):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20)
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
         server_identity.replace_by(other.issue("new-server"))
         assert b"pageferry_pages" in fetch(other, caller)
 
