@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
-from pageferry.core.errors import InternalError, PageferryError, UnavailableError
+from pageferry.core.errors import InternalError, PageferryError, ResourceExhaustedError, UnavailableError
 from pageferry.router.dispatch import Grant
 from pageferry.router.failures import (
     DecodeLostError,
@@ -48,6 +48,7 @@ class Attempt:
         *,
         clock: Callable[[], float],
         timeout_s: float | None,
+        max_unread_tokens: int,
         in_context: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Calls are made inside `in_context()`, so that their spans have the right parent."""
@@ -60,6 +61,7 @@ class Attempt:
         self._work = work
         self._times = TryTimes(timeline)
         self._timeout_s = timeout_s
+        self._max_unread_tokens = max_unread_tokens
         self._in_context = in_context
         self._calls: MergedCalls[Role] = MergedCalls()
         self._open: set[Role] = set()  # calls that have not ended
@@ -106,13 +108,20 @@ class Attempt:
     def _call_decode(self) -> None:
         source = decode_pb2.PROMPT_SOURCE_LOCAL if self._source is Source.LOCAL else decode_pb2.PROMPT_SOURCE_PUSHED
         request = decode_pb2.DecodeRequest(work=self._work, source=source)
-        self._fed = self._decode.feed.join(lambda events: self._calls.put(Role.DECODE, events))
+        self._fed = self._decode.feed.join(self._keep)
         if self._fed is not None:
             request.subscription, request.call = self._fed.subscription, self._fed.number
         self._open.add(Role.DECODE)
         with self._in_context():
             call = self._decode.decode.Decode(request, timeout=self._timeout_s)
         self._calls.add(Role.DECODE, call, self._fed.own_messages(call) if self._fed is not None else None)
+
+    def _keep(self, events: decode_pb2.CallEvents) -> None:
+        """Keep what the feed tells until it is read, up to a limit."""
+        num_unread, limit = len(self._calls.put(Role.DECODE, events).tokens), self._max_unread_tokens
+        if num_unread > limit:
+            message = f"{num_unread} tokens of the answer are unread, max_unread_tokens is {limit}"
+            self.end(ResourceExhaustedError(message, reason="SLOW_READER"))
 
     def _call_prefill(self, target: prefill_pb2.HandoffTarget | None) -> None:
         request = prefill_pb2.PrefillRequest(work=self._work, target=target)

@@ -87,6 +87,7 @@ class Frontend:
             telemetry.tracer,
             clock,
             Retries(config.router.prefill_retries, config.router.resumes),
+            config.router.max_unread_tokens,
         )
         self._callers = Callers(config.security.tenants_file, config.router.salt_key, clock)
         self._admission = Admission(

@@ -15,6 +15,7 @@ from pageferry.runtime.logs import log
 
 _MAX_UNREAD = 32  # messages; beyond, the streams are not read, and gRPC's flow control holds the workers back
 _Name = TypeVar("_Name")
+_Message = TypeVar("_Message", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,18 @@ class MergedCalls(Generic[_Name]):
         self._calls.append(call)
         self._readers.append(asyncio.create_task(self._read(name, messages or aiter(call))))
 
-    def put(self, name: _Name, message: Message) -> None:
+    def put(self, name: _Name, message: _Message) -> _Message:
         """Take a message that did not come on the call's own stream.
 
         Where the last item is an unread one of its kind, it is merged into that: a reader that is slow gets few.
+        Returns the message that is to be read.
         """
         last = self._items[-1] if self._items else None
-        if last is not None and last.name == name and type(last.message) is type(message):
+        if last is not None and last.name == name and isinstance(last.message, type(message)):
             last.message.MergeFrom(message)
-        else:
-            self._put(Item(name, message))
+            return last.message
+        self._put(Item(name, message))
+        return message
 
     def fail(self, name: _Name, error: PageferryError) -> None:
         """End the named call behind what it has brought so far, without a word of its own."""
@@ -77,8 +80,11 @@ class MergedCalls(Generic[_Name]):
         return item
 
     def interrupt(self, error: PageferryError) -> None:
-        """Make `get` raise the error from now on."""
+        """Make `get` raise the error from now on, and end every call: it may be long before anybody asks."""
         self._interruption = error
+        self._items.clear()
+        for call in self._calls:
+            call.cancel()
         self._changed.set()
 
     async def close(self) -> None:
@@ -90,6 +96,8 @@ class MergedCalls(Generic[_Name]):
         await asyncio.gather(*self._readers, return_exceptions=True)
 
     def _put(self, item: Item[_Name]) -> None:
+        if self._interruption is not None:
+            return  # nobody will read it
         self._items.append(item)
         self._changed.set()
 

@@ -39,6 +39,7 @@ class Serving:
     tracer: Tracer
     clock: Callable[[], float]
     retries: Retries
+    max_unread_tokens: int
 
 
 class Generation:
@@ -198,6 +199,7 @@ class Generation:
             self._timeline,
             clock=self._clock,
             timeout_s=timeout_s,
+            max_unread_tokens=self._serving.max_unread_tokens,
             in_context=self._in_context,
         )
 

@@ -159,6 +159,7 @@ class RouterConfig:
     max_queue: int = 1024  # requests that wait; one more is refused
     prefill_retries: int = 1  # on another prefill worker, before the decode worker computes the prompt
     resumes: int = 1  # of a request whose decode worker died, on another one; 0: it fails
+    max_unread_tokens: int = 4096  # kept for a client that doesn't read its answer; beyond, the request ends
     local_prefill_tokens: int = 32  # uncached prompt tokens up to which the decode worker computes them itself
     max_prompt_bytes: int = 1 << 20  # of prompt text, before tokenising
     salt_key: str = ""  # secret behind cache salts, the same on all routers of the same workers; empty: drawn at start
@@ -173,6 +174,7 @@ class RouterConfig:
             max_queue=(1, math.inf),
             prefill_retries=(0, 100),
             resumes=(0, 100),
+            max_unread_tokens=(1, math.inf),
             local_prefill_tokens=(0, math.inf),
             max_prompt_bytes=(1, math.inf),
         )

@@ -1,0 +1,83 @@
+"""Fifty clients that read a message a second, and one that stops, through real processes."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from cluster import Cluster, Stub, connected, generate, greedy, running, wait_idle
+
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
+
+NUM_SLOW = 50
+NUM_TOKENS = 2000
+MAX_GROWTH_MB = 64
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny_model: Path) -> Iterator[Cluster]:
+    settings = {"engine.num_pages": str((NUM_SLOW + 4) * (NUM_TOKENS // 16 + 4)), "scheduler.max_num_seqs": "64"}
+    with running("--prefill", "0", "--decode", "1", "--model", str(tiny_model), settings=settings) as cluster:
+        yield cluster
+
+
+def resident_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    (kilobytes,) = [line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")]
+    return int(kilobytes) / 1000
+
+
+@contextlib.asynccontextmanager
+async def slow_reader(cluster: Cluster, number: int, pause_s: float | None) -> AsyncIterator[None]:
+    """One on its own connection, with little room on the way; without a pause it stops after its first message."""
+    options = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+
+    async def read() -> None:
+        await call.read()
+        while pause_s is not None and await call.read() is not grpc.aio.EOF:  # noqa: ASYNC110 - it is slow
+            await asyncio.sleep(pause_s)
+
+    async with grpc.aio.insecure_channel(cluster.address, options=options) as channel:
+        request = greedy([number % 250 + 4] * 40, NUM_TOKENS)
+        request.sampling.logprobs = 20
+        call = InferenceServiceStub(channel).Generate(request)
+        reading = asyncio.create_task(read())
+        try:
+            yield
+        finally:
+            reading.cancel()
+            call.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+
+async def generated(stub: Stub) -> int:
+    status = await stub.GetStatus(pb.GetStatusRequest())
+    return sum(worker.load.generated_tokens for worker in status.workers)
+
+
+@pytest.mark.slow
+@pytest.mark.field("grpc/grpc#37715", "grpc/grpc#11966")
+async def test_slow_readers_hold_up_nobody_and_cost_bounded_memory(cluster: Cluster) -> None:
+    (router,) = cluster.pids("router")
+    async with connected(cluster) as stub, contextlib.AsyncExitStack() as readers:
+        await generate(stub, greedy([9] * 40, 200))
+        before_mb, before = resident_mb(router), await generated(stub)
+        for number in range(NUM_SLOW):
+            await readers.enter_async_context(slow_reader(cluster, number, 1.0))
+        await readers.enter_async_context(slow_reader(cluster, NUM_SLOW, None))
+        end = time.monotonic() + 100
+        while (done := await generated(stub) - before) < (NUM_SLOW + 1) * NUM_TOKENS:
+            assert time.monotonic() < end, f"{done} tokens after 100 s: a slow reader holds the worker up"
+            await asyncio.sleep(0.2)
+        grown_mb = resident_mb(router) - before_mb
+        began = time.monotonic()
+        fast = await generate(stub, greedy([8] * 40, 500))  # all that is slow is still there
+        assert len(fast.token_ids) == 500
+        assert grown_mb < MAX_GROWTH_MB
+        print(f"grown {grown_mb:.1f} MB, fast {time.monotonic() - began:.1f} s")
+        await readers.aclose()
+        await wait_idle(stub, timeout_s=10)

@@ -1,0 +1,95 @@
+"""Clients that read slowly or not at all: each stalls its own stream, and what is kept for it is bounded."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from answer import Answer
+from fake_workers import Rig, Script, eventually
+
+from pageferry.core.config import RouterConfig, ServerConfig
+from pageferry.router.service import InferenceServicer
+from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.server import GrpcServer
+from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
+from pageferry.v1.inference_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
+
+NUM_TOKENS = 1500
+TOKENS = [100 + index % 100 for index in range(NUM_TOKENS)]
+# So that little fits into the buffers of the connections between.
+NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+
+
+class Wordy(Script):
+    """Each token is a long message."""
+
+    def token(self, position: int) -> types.GeneratedToken:
+        token = super().token(position)
+        token.logprobs.top.extend(types.TokenLogprob(token_id=id_, logprob=-1.5) for id_ in range(1000, 1040))
+        return token
+
+
+@asynccontextmanager
+async def serving(tiny_model: Path, max_unread_tokens: int) -> AsyncIterator[tuple[Rig, str]]:
+    config = RouterConfig(local_prefill_tokens=0, max_unread_tokens=max_unread_tokens)
+    async with Rig(str(tiny_model), Wordy(TOKENS), router=config) as router:
+        router.decode.snapshot.max_num_seqs = 100
+        async with GrpcServer(ServerConfig(), router.log.tracer()) as server:
+            server.add(add_InferenceServiceServicer_to_server, InferenceServicer(router.frontend), "x")
+            yield router, f"127.0.0.1:{await server.start()}"
+
+
+def ask() -> pb.GenerateRequest:
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40))
+    request.stop.max_tokens = NUM_TOKENS
+    return request
+
+
+async def rest(call: AsyncIterator[pb.GenerateResponse]) -> Answer:
+    answer = Answer()
+    async for event in call:
+        answer.take(event)
+    return answer
+
+
+@pytest.mark.field("grpc/grpc#37715", "grpc/grpc#11966")
+async def test_one_that_stops_reading_loses_its_own_request_at_the_limit(tiny_model: Path) -> None:
+    async with serving(tiny_model, max_unread_tokens=500) as (router, address):
+        async with grpc.aio.insecure_channel(address, options=NARROW) as channel:
+            stub = InferenceServiceStub(channel)
+            gate = router.decode.pause_at[1000] = asyncio.Event()  # it is still at work when the limit is passed
+            stopped = stub.Generate(ask())
+            answer = Answer()
+            answer.take(await stopped.read())
+            await eventually(lambda: router.decode.num_cancelled == 1)
+            gate.set()
+            await router.decode.wait_idle()  # its slot and pages are free, although nobody reads
+            async with grpc.aio.insecure_channel(address) as other:
+                assert len((await rest(InferenceServiceStub(other).Generate(ask()))).token_ids) == NUM_TOKENS
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                while (event := await stopped.read()) is not grpc.aio.EOF:
+                    answer.take(event)
+            error = from_rpc_error(caught.value)
+            assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "SLOW_READER")
+            assert answer.token_ids == TOKENS[: len(answer.token_ids)]
+        await eventually(lambda: router.frontend.get_status().running == 0)
+        await router.check_idle()
+
+
+@pytest.mark.field("grpc/grpc#37715", "grpc/grpc#11966")
+async def test_one_that_pauses_gets_all_of_its_answer(tiny_model: Path) -> None:
+    async with serving(tiny_model, max_unread_tokens=NUM_TOKENS) as (router, address):
+        async with grpc.aio.insecure_channel(address, options=NARROW) as channel:
+            call = InferenceServiceStub(channel).Generate(ask())
+            answer = Answer()
+            answer.take(await call.read())
+            await eventually(lambda: len(router.decode.works) == 1)
+            await router.decode.wait_idle()  # all is generated
+            while (event := await call.read()) is not grpc.aio.EOF:
+                answer.take(event)
+            assert answer.positions == list(range(NUM_TOKENS))
+        await eventually(lambda: router.frontend.get_status().running == 0)
+        await router.check_idle()
