@@ -40,6 +40,7 @@ from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FinishReason, Usage
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
+_EARLY_S = 0.02  # by which a call may be ended before what is taken for its deadline here
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,7 @@ class Frontend:
 
     def _why_left(self, deadline: float | None) -> PageferryError:
         """Why the caller stopped listening, as far as can be told."""
-        if deadline is not None and deadline <= self.clock():
+        if deadline is not None and deadline - _EARLY_S <= self.clock():
             return DeadlineExceededError("the caller's deadline passed")
         return CancelledError("the caller went away")
 

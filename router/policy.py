@@ -101,7 +101,8 @@ class DecodeState:
         """Of each pool, in the order of `available_pages`."""
         page_size = self.layout.page_size
         # A window is promised all that it can come to hold, of which cached pages spare it none.
-        of_full = self.layout.num_pages(demand.num_tokens) + headroom_pages - self.cached_tokens // page_size
+        of_prompt, at_most = self.layout.num_pages(demand.num_tokens), self.layout.num_pages(demand.num_stored)
+        of_full = min(of_prompt + headroom_pages, at_most) - self.cached_tokens // page_size
         groups = [
             of_full if group.window is None else group.most_live(demand.num_stored, self.chunk_tokens, page_size)
             for group in self.layout.groups

@@ -71,6 +71,7 @@ async def test_neighbours_of_bad_requests_are_unharmed(split: Cluster) -> None:
         await wait_idle(stub)
 
 
+@pytest.mark.field("llm-d/llm-d-router#1155", "laike9m/Cyberbrain#39")
 async def test_a_prompt_over_the_message_limit_is_refused_before_tokenising(split: Cluster) -> None:
     async with connected(split) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -78,6 +79,7 @@ async def test_a_prompt_over_the_message_limit_is_refused_before_tokenising(spli
     assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.field("llm-d/llm-d-router#1155", "laike9m/Cyberbrain#39")
 async def test_http_refuses_a_prompt_over_its_limit(split: Cluster) -> None:
     async with httpx.AsyncClient(base_url=split.http, timeout=30) as client:
         response = await client.post("/v1/completions", json={"prompt": "a " * 2_500_000})

@@ -25,6 +25,7 @@ async def router_tokens(client: httpx.AsyncClient) -> dict[str, float]:
     return {sample.labels["kind"]: sample.value for sample in samples}
 
 
+@pytest.mark.field("vllm-project/vllm#16016")
 async def test_a_prompt_is_cached_for_its_tenant_and_for_no_other(cluster: Cluster) -> None:
     prompt = [4 + (index * 43) % 257 for index in range(512)]
     async with connected(cluster) as stub, httpx.AsyncClient(base_url=cluster.http, timeout=60) as client:

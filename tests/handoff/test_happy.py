@@ -67,6 +67,7 @@ async def test_a_prompt_shares_what_is_cached_of_every_group() -> None:
         await bench.until_idle()
 
 
+@pytest.mark.field("llm-d/llm-d-router#1155", "laike9m/Cyberbrain#39")
 async def test_more_bytes_than_a_message_may_have_travel_in_pieces() -> None:
     layout = replace(LAYOUT, page_size=16, groups=(full_group(8),), num_kv_heads=4, head_dim=128)
     settings = Settings(layout=layout, num_pages=40, scheduler=SchedulerConfig(chunk_tokens=128))

@@ -31,6 +31,12 @@ def tokenizer(tiny_model: Path) -> Tokenizer:
     return load_tokenizer(resolve_model(str(tiny_model)))
 
 
+LIMIT_ITSELF = (
+    "vllm-project/vllm#16445",
+    "EleutherAI/lm-evaluation-harness#2880",
+    "vllm-project/vllm#33418",
+    "vllm-project/vllm#36789",
+)
 Make = Callable[..., Admission]
 
 
@@ -141,6 +147,7 @@ async def test_the_models_end_tokens_end_it_unless_ignored(admission: Make) -> N
         (5000, None, "the prompt has 5000 tokens; the model takes 2048"),
     ],
 )
+@pytest.mark.field(*LIMIT_ITSELF)
 async def test_what_exceeds_the_context_is_refused_with_the_counts(
     admission: Make, num_prompt: int, max_tokens: int | None, counts: str
 ) -> None:
@@ -148,6 +155,7 @@ async def test_what_exceeds_the_context_is_refused_with_the_counts(
         await admission().admit(ask(num_prompt, max_tokens))
 
 
+@pytest.mark.field(*LIMIT_ITSELF)
 async def test_what_just_fits_the_context_is_taken(admission: Make) -> None:
     assert (await admission().admit(ask(2047, 1))).stop.max_tokens == 1
     assert (await admission().admit(ask(2047))).stop.max_tokens == 1
@@ -166,6 +174,7 @@ POOLS = Limits(4096, prefill_pool_tokens=800, decode_pool_tokens=640)
         (600, 42, "600 tokens and max_tokens is 42, together 642; the largest decode worker's pages hold 640"),
     ],
 )
+@pytest.mark.field("vllm-project/vllm#35541", "vllm-project/vllm#39734", "RBLN-SW/vllm-rbln#957")
 async def test_what_no_pool_can_hold_is_refused_at_once(
     admission: Make, num_prompt: int, max_tokens: int | None, message: str
 ) -> None:

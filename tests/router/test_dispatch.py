@@ -52,6 +52,7 @@ async def in_order(router: Rig, *requests: pb.GenerateRequest) -> list[int]:
     return [len(work.prompt_ids) for work in router.decode.works]
 
 
+@pytest.mark.field("sgl-project/sglang#32549", "ROCm/ATOM#1835", "sgl-project/sglang#34623")
 async def test_short_prompts_go_before_long_ones_and_equal_ones_as_they_came(rig: Make) -> None:
     async with rig() as router:
         sent = await in_order(router, ask(200), ask(40), ask(200, first_id=201), ask(39))
@@ -77,6 +78,7 @@ async def test_what_is_cached_does_not_count_as_long(rig: Make) -> None:
         assert await in_order(router, ask(40, first_id=201), ask(200)) == [200, 40]
 
 
+@pytest.mark.field("Avarok-Cybersecurity/atlas#482", "tensorflow/serving#1265")
 async def test_what_would_come_too_late_is_refused_at_once(rig: Make) -> None:
     async with rig() as router:
         await set_load(router, running=8)
@@ -97,6 +99,7 @@ async def test_what_would_come_too_late_is_refused_at_once(rig: Make) -> None:
         await router.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#18826", "vllm-project/vllm#49330")
 async def test_a_full_queue_refuses_before_any_work(rig: Make) -> None:
     async with rig(router=RouterConfig(max_queue=1, local_prefill_tokens=0)) as router:
         await set_load(router, running=8)
@@ -112,6 +115,7 @@ async def test_a_full_queue_refuses_before_any_work(rig: Make) -> None:
         await router.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#35541", "vllm-project/vllm#39734", "RBLN-SW/vllm-rbln#957")
 async def test_a_request_that_fits_nowhere_any_more_does_not_hold_up_the_queue(rig: Make) -> None:
     async with rig(num_decode=2) as router:
         small, large = router.decodes
@@ -131,6 +135,7 @@ async def test_a_request_that_fits_nowhere_any_more_does_not_hold_up_the_queue(r
         await router.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#35541", "vllm-project/vllm#39734", "RBLN-SW/vllm-rbln#957")
 async def test_a_request_goes_to_the_workers_that_can_hold_all_of_it(rig: Make) -> None:
     async with rig(num_prefill=2, num_decode=2) as router:
         small, large = (router.prefills[0], router.decodes[0]), (router.prefills[1], router.decodes[1])
@@ -148,4 +153,26 @@ async def test_a_request_goes_to_the_workers_that_can_hold_all_of_it(rig: Make) 
         assert [len(worker.works) for worker in (*small, *large)] == [1, 0, 2, 2]
         with pytest.raises(InvalidArgumentError, match="hold 1024"):
             await router.generate(ask(1025, 2))
+        await router.check_idle()
+
+
+@pytest.mark.field("vllm-project/vllm#35541", "vllm-project/vllm#39734", "RBLN-SW/vllm-rbln#957")
+@pytest.mark.parametrize("small", ["prefill", "decode"])
+async def test_what_exceeds_a_pool_is_refused_with_both_numbers_and_a_short_one_gets_by(rig: Make, small: str) -> None:
+    num_usable = 50 * 16
+    async with rig() as router:
+        for worker, name in ((router.prefill, "prefill"), (router.decode, "decode")):
+            pages = 50 if name == small else 100
+            worker.publish(pages_total=pages, pages_free=pages)
+        await router.until(lambda: {worker.view.load.pages_total for worker in router.fleet.workers} == {50, 100})
+        max_tokens = 1 if small == "prefill" else 2  # the last token is not stored; one token needs no decode worker
+        for num_prompt in (num_usable - 1, num_usable, num_usable + 1, 1002):
+            fits = num_prompt + max_tokens - 1 <= num_usable
+            try:
+                answer = await router.generate(ask(num_prompt, max_tokens))
+            except InvalidArgumentError as error:
+                assert not fits and str(num_prompt) in error.message and str(num_usable) in error.message
+            else:
+                assert fits and len(answer.token_ids) == max_tokens
+            assert len((await router.generate(ask(5, max_tokens))).token_ids) == max_tokens
         await router.check_idle()

@@ -58,6 +58,7 @@ async def test_whole_chat() -> None:
     assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}]
 
 
+@pytest.mark.field("waybarrios/vllm-mlx#101", "mozilla-ai/any-llm#847")
 async def test_streamed_chat_ends_with_finish_usage_and_done_once() -> None:
     async with client_of(FakeFrontend()) as client:
         request = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
@@ -156,6 +157,7 @@ async def test_an_error_names_the_field_as_the_body_does(field: str, param: str)
     assert (error["param"], error["message"]) == (param, f"{param} is 9, must be less")
 
 
+@pytest.mark.field("waybarrios/vllm-mlx#101", "mozilla-ai/any-llm#847")
 async def test_an_error_in_mid_stream_is_an_event_and_closes_the_connection() -> None:
     frontend = FakeFrontend((*fake.HELLO[:2], UnavailableError("the decode worker is gone")))
     body = ""
@@ -173,6 +175,7 @@ async def test_an_error_in_mid_stream_is_an_event_and_closes_the_connection() ->
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.field("waybarrios/vllm-mlx#101", "mozilla-ai/any-llm#847")
 async def test_a_stream_without_a_finish_is_an_error(stream: bool) -> None:
     async with serving(FakeFrontend(fake.HELLO[:2])) as url, httpx.AsyncClient(base_url=url) as client:
         request = client.build_request("POST", "/v1/completions", json={"prompt": "a", "stream": stream})
@@ -228,6 +231,7 @@ async def test_models_health_and_metrics() -> None:
         assert "pageferry_things_total 1.0" in (await client.get("/metrics")).text
 
 
+@pytest.mark.field("llm-d/llm-d-router#895")
 async def test_what_is_not_there_is_told_in_the_same_form() -> None:
     async with client_of(FakeFrontend()) as client:
         assert (await client.get("/v2")).json()["error"]["code"] == "not_found"

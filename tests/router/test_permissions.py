@@ -133,6 +133,7 @@ async def test_status_traces_and_metrics_are_for_admins(tiny_model: Path, path: 
         assert (await to.http.get("/metrics", headers=dict(bearer(ADMIN)))).status_code == 200
 
 
+@pytest.mark.field("vllm-project/vllm#10583", "sgl-project/sglang#19035")
 async def test_a_request_is_its_tenants_in_spans_and_at_workers(tiny_model: Path, path: Path) -> None:
     async with door(tiny_model, path) as to:
         gate = to.router.decode.pause_at[1] = asyncio.Event()

@@ -64,7 +64,7 @@ def test_each_pool_must_have_room_and_the_scarcest_counts() -> None:
     # Sinks: 1 page. The window with a chunk of 128 touches ⌈(63 + 127) / 16⌉ + 1 pages. Full: 25 and one of headroom.
     assert decode.needed_pages(PROMPT, headroom_pages=1) == (14, 26, 1)
     assert replace(decode, cached_tokens=320).needed_pages(PROMPT, headroom_pages=1) == (14, 6, 1)
-    assert decode.needed_pages(Demand(40, 1), headroom_pages=1) == (3, 4, 1)
+    assert decode.needed_pages(Demand(40, 1), headroom_pages=1) == (3, 3, 1), "no headroom for what can't grow"
     assert decode.needed_pages(Demand(40, 500), headroom_pages=1) == (14, 4, 1), "what it can come to hold"
     assert decode.has_room(PROMPT, headroom_pages=1)
     for available in ((13, 100, 8), (100, 25, 8), (100, 100, 0)):

@@ -497,6 +497,7 @@ async def test_a_deadline_while_it_runs_ends_both_calls(rig: Make) -> None:
         await router.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#10583", "sgl-project/sglang#19035")
 async def test_a_live_id_is_refused_and_free_again_afterwards(rig: Make) -> None:
     async with rig() as router:
         router.decode.pause_at = {2: asyncio.Event()}

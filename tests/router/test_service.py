@@ -11,7 +11,7 @@ from answer import Answer
 from fake_workers import Rig, Script
 from spans import assert_one_tree
 
-from pageferry.core.config import ServerConfig
+from pageferry.core.config import RouterConfig, ServerConfig
 from pageferry.router.service import InferenceServicer
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
@@ -55,6 +55,7 @@ async def test_generate_streams_text(tiny_model: Path) -> None:
         await router.check_idle()
 
 
+@pytest.mark.field("llm-d/llm-d-router#1155", "laike9m/Cyberbrain#39")
 async def test_errors_come_with_details(tiny_model: Path) -> None:
     async with serving(tiny_model) as (_, stub):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -117,6 +118,7 @@ async def test_a_call_that_is_left_ends_everywhere(tiny_model: Path, read_first:
         assert [span.attributes["rpc.response.status_code"] for span in roots] == ["CANCELLED"]
 
 
+@pytest.mark.field("Avarok-Cybersecurity/atlas#482", "tensorflow/serving#1265")
 async def test_a_deadline_in_the_queue(tiny_model: Path) -> None:
     async with serving(tiny_model) as (router, stub):
         router.decode.publish(running=8)
@@ -151,3 +153,47 @@ async def test_tokenize_models_and_status(tiny_model: Path) -> None:
         assert [worker.state for worker in status.workers] == ["ready", "ready"]
         with pytest.raises(grpc.aio.AioRpcError, match="traces go to a collector"):
             await stub.GetTrace(pb.GetTraceRequest())
+
+
+@pytest.mark.field("llm-d/llm-d-router#895")
+async def test_a_compressed_request_is_read(tiny_model: Path) -> None:
+    async with serving(tiny_model) as (router, stub):
+        text = "Say something. " * 100
+        answer = await read(stub.Generate(ask(prompt=text), compression=grpc.Compression.Gzip))
+        assert answer.text == "streamed text"
+        assert len(router.prefill.works[0].prompt_ids) == len(router.tokenizer.encode(text))
+
+
+@pytest.mark.field("llm-d/llm-d-router#895", "llm-d/llm-d-router#1155")
+async def test_a_request_that_is_small_only_while_compressed_is_refused_by_its_size(tiny_model: Path) -> None:
+    async with serving(tiny_model) as (router, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(stub.Generate(ask(prompt="a" * 17 * 2**20), compression=grpc.Compression.Gzip))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert router.prefill.works == []
+
+
+@pytest.mark.field("vllm-project/vllm#18826", "vllm-project/vllm#49330")
+async def test_a_thousand_calls_at_a_queue_of_a_hundred(tiny_model: Path) -> None:
+    async def refused(call: AsyncIterator[pb.GenerateResponse]) -> bool:
+        try:
+            await read(call)
+        except grpc.aio.AioRpcError as error:
+            known = from_rpc_error(error)
+            assert (known.code, known.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+            assert known.retry_after_ms
+            return True
+        return False
+
+    async with serving(tiny_model, router=RouterConfig(max_queue=100, local_prefill_tokens=0)) as (router, stub):
+        router.decode.publish(running=8)
+        await router.until(lambda: router.fleet.workers[1].view.load.running == 8)
+        calls = [asyncio.create_task(refused(stub.Generate(ask()))) for _ in range(1000)]
+        async with asyncio.timeout(60):
+            while sum(call.done() for call in calls) < 900:
+                await asyncio.wait(calls, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
+        assert router.frontend.get_status().queued == 100
+        assert router.prefill.works == []
+        router.decode.publish(running=0)
+        assert sorted(await asyncio.gather(*calls)) == [False] * 100 + [True] * 900
+        await router.check_idle()

@@ -76,6 +76,7 @@ async def test_clients_send_their_key() -> None:
 
 
 @pytest.mark.parametrize("authorization", [[], ONE, TWO])
+@pytest.mark.field("vllm-project/vllm#16016")
 async def test_a_request_goes_where_its_own_pages_are(tiny_model: Path, authorization: list[str]) -> None:
     prompt = [*range(100, 164)]
     router_config = RouterConfig(local_prefill_tokens=0, salt_key="secret")
