@@ -73,7 +73,9 @@ class Frontend:
         self._model = model
         self._tokenizer = tokenizer
         self._own_limit = min(model.max_positions, config.engine.max_model_tokens or model.max_positions)
-        settings = Settings(config.router.local_prefill_tokens, config.scheduler.headroom_pages)
+        settings = Settings(
+            config.router.local_prefill_tokens, config.scheduler.headroom_pages, config.router.local_advantage
+        )
         self._dispatcher = Dispatcher(
             fleet,
             settings,

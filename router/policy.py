@@ -15,8 +15,6 @@ from pageferry.core.layout import CacheLayout
 
 _UNBOUNDED = 2**63
 DEFAULT_TOKENS_PER_S = 500.0  # of a prefill worker that has not measured its speed yet
-# A decode worker without streams must be this much faster than the alternative: both times are predictions.
-LOCAL_ADVANTAGE = 2.0
 
 
 class Source(Enum):
@@ -134,6 +132,8 @@ class DecodeState:
 class Settings:
     local_prefill_tokens: int
     headroom_pages: int
+    # A decode worker without streams must be this much faster than the alternative: both times are predictions.
+    local_advantage: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,9 @@ def _why_local(decode: DecodeState, fastest: PrefillState | None, demand: Demand
     # A prefill worker that has measured nothing yet must be given work to measure.
     if local_s is None or fastest.tokens_per_s <= 0:
         return ""
-    lost_s = local_s * (LOCAL_ADVANTAGE + decode.num_active)  # each of its streams stalls while it computes a prompt
+    lost_s = local_s * (
+        settings.local_advantage + decode.num_active
+    )  # each of its streams stalls while it computes a prompt
     return "predicted to be faster" if lost_s < fastest.ttft_s(demand) else ""
 
 

@@ -102,6 +102,12 @@ def test_the_decode_worker_alone(
     assert route.attributes["pageferry.route.reason"] == reason
 
 
+def test_a_decode_worker_that_is_faster_but_shall_not_compute() -> None:
+    slow, fast = replace(P, tokens_per_s=10), replace(D, tokens_per_s=1000)
+    assert places(choose(PROMPT, [slow], [fast], SETTINGS)) == (None, "d1")
+    assert places(choose(PROMPT, [slow], [fast], replace(SETTINGS, local_advantage=1e9))) == ("p1", "d1")
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "fits"),
     [

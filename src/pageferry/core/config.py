@@ -161,6 +161,7 @@ class RouterConfig:
     resumes: int = 1  # of a request whose decode worker died, on another one; 0: it fails
     max_unread_tokens: int = 4096  # kept for a client that doesn't read its answer; beyond, the request ends
     local_prefill_tokens: int = 32  # uncached prompt tokens up to which the decode worker computes them itself
+    local_advantage: float = 2.0  # times faster that it must be predicted to be, to compute longer ones; 1e9: never
     max_prompt_bytes: int = 1 << 20  # of prompt text, before tokenising
     salt_key: str = ""  # secret behind cache salts, the same on all routers of the same workers; empty: drawn at start
     normalise_system: bool = True  # even out a system prompt's outer whitespace and line ends, so that equal ones share
@@ -176,6 +177,7 @@ class RouterConfig:
             resumes=(0, 100),
             max_unread_tokens=(1, math.inf),
             local_prefill_tokens=(0, math.inf),
+            local_advantage=(1, 1e9),
             max_prompt_bytes=(1, math.inf),
         )
 
