@@ -29,6 +29,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # Every prompt is handed over, and chunks end at the same tokens on prefill and decode workers.
 SPLIT = {
     "router.local_prefill_tokens": "0",
+    "router.local_advantage": "1e9",
     "scheduler.chunk_tokens": "64",
     "scheduler.local_chunk_tokens": "64",
     "engine.num_pages": "1024",

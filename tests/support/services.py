@@ -33,6 +33,7 @@ STOP_S = 60.0
 # Every prompt is handed over, inline, and exactly.
 QUICK: Settings = {
     "router.local_prefill_tokens": "0",
+    "router.local_advantage": "1e9",
     "scheduler.chunk_tokens": "64",
     "scheduler.local_chunk_tokens": "64",
     "engine.num_pages": "1024",

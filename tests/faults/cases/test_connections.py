@@ -26,8 +26,8 @@ SCALE = 100  # the pings of minutes within seconds
 @pytest.mark.field("llm-d/llm-d-kv-cache#359", "grpc/grpc-go#5063")
 async def test_pings_of_idle_and_of_silent_connections_are_borne(monkeypatch: pytest.MonkeyPatch) -> None:
     """With all intervals a hundredth of what they are, so that minutes pass in seconds."""
-    options = tuple((name, value // SCALE if "time" in name else value) for name, value in channels.KEEPALIVE_OPTIONS)
-    monkeypatch.setattr(channels, "_CHANNEL_OPTIONS", options)
+    options = tuple((name, value // SCALE if "time" in name else value) for name, value in channels.CHANNEL_OPTIONS)
+    monkeypatch.setattr(channels, "CHANNEL_OPTIONS", options)
     monkeypatch.setattr(server, "KEEPALIVE_OPTIONS", options)
     monkeypatch.setattr(server, "MIN_PING_INTERVAL_MS", channels.MIN_PING_INTERVAL_MS // SCALE)
     go_on = asyncio.Event()
