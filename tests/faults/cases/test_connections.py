@@ -38,12 +38,14 @@ async def test_pings_of_idle_and_of_silent_connections_are_borne(monkeypatch: py
 
     async with loopback(NoOpTracer(), decode=silent) as (_, channel):
         await channel.channel_ready()
+        left = asyncio.create_task(channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
         await asyncio.sleep(3.6)  # the six minutes of an idle channel
         call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_pb2.DecodeRequest())
         await asyncio.sleep(1.8)  # the three of a stream without a token
         go_on.set()
         assert [message async for message in call] == [decode_pb2.DecodeResponse()]
-        assert channel.get_state() is grpc.ChannelConnectivity.READY
+        assert not left.done(), "the connection was given up, and made again"
+        left.cancel()
 
 
 @pytest.mark.field("dapr/dapr#1444", "knative/serving#14011", "kedacore/keda#5224")
