@@ -1,0 +1,180 @@
+"""Each fault at each state of a request: what becomes of the request, and when all that it held is back."""
+
+from dataclasses import dataclass
+from itertools import chain
+
+from sim.faults import (
+    CLIENT_FAULTS,
+    MESSAGE_CHANGES,
+    ROUTER_FAULTS,
+    SWAPPED,
+    WORKER_FAULTS,
+    Fault,
+    Target,
+    heal,
+    tamper_once,
+)
+from sim.network import Frame
+from sim.states import COMMITTING, FIRST_PAGE, LAST_PAGE, NUM_PROMPT, OPENED, STATES, State, arm
+from sim.world import OK, Request, World, simulate
+
+from pageferry.runtime.page_wire import read_request
+
+_ENDS_S = 150.0  # longest of a request under any fault
+_WHOLE_S = 30.0  # from the fault's end until all is as before
+_VICTIMS = {"prefill": WORKER_FAULTS, "decode": WORKER_FAULTS, "router": ROUTER_FAULTS, "client": CLIENT_FAULTS}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell. `victim` is a role; of pages, `fault` is the change's name."""
+
+    state: State
+    fault: Fault | str
+    victim: str
+
+    @property
+    def id(self) -> str:
+        fault = self.fault if isinstance(self.fault, str) else self.fault.name
+        return f"{self.victim}-{fault}-{self.state.name}".replace(" ", "_")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    words: str
+    back_s: float  # from the strike until nothing was held any more, on all that were up
+
+    def __str__(self) -> str:
+        return f"{self.words}, {self.back_s:.1f} s"
+
+
+def cases() -> list[Case]:
+    process = [
+        Case(state, fault, victim)
+        for victim, faults in _VICTIMS.items()
+        for fault in faults
+        for state in STATES
+        if applies(state, victim)
+    ]
+    changes = (*MESSAGE_CHANGES, SWAPPED)
+    pages = [Case(state, change, "pages") for change in changes for state in (OPENED, FIRST_PAGE, LAST_PAGE)]
+    return process + pages
+
+
+def applies(state: State, victim: str) -> bool:
+    if victim == "prefill":
+        return not state.name.startswith("local")
+    return victim != "decode" or not state.name.startswith("one token")
+
+
+def victim_of(world: World, request: Request, role: str) -> str:
+    """The name of the role's node that the request is at, or where it is at none yet, of the first."""
+    if role in ("router", "client"):
+        return role
+    generation = world.router.frontend._live.get(request.name)
+    attempt = generation._current if generation is not None else None
+    worker = getattr(attempt._grant, role) if attempt is not None else None
+    first = world.prefills[0] if role == "prefill" else world.decodes[0]
+    return worker.address.partition(":")[0] if worker is not None else first.name
+
+
+def run_case(case: Case, seed: int = 1) -> Outcome:
+    """Raises AssertionError where something doesn't hold that must."""
+    outcomes: list[Outcome] = []
+
+    async def scenario(world: World) -> None:
+        outcomes.append(await _play(world, case))
+
+    simulate(scenario, seed, case.state.settings)
+    return outcomes[0]
+
+
+async def _play(world: World, case: Case) -> Outcome:
+    ahead = [Request(f"ahead{number}", [500 + number] * 9, 30) for number in range(case.state.num_ahead)]
+    for other in ahead:
+        world.ask(other)
+    if ahead:
+        await world.until(lambda: all(other.answer.token_ids for other in ahead), 5, "those ahead run")
+    request = Request("main", list(range(1, NUM_PROMPT + 1)), case.state.num_tokens)
+    struck: list[Target] = []
+
+    def strike() -> None:
+        name = victim_of(world, request, case.victim if case.victim != "pages" else "decode")
+        target = Target(world, request, name)
+        if isinstance(case.fault, str):
+            prefill = victim_of(world, request, "prefill")
+            tamper_once(world.network.link(prefill, name), case.fault, world.rng, _carries(case.state))
+        else:
+            case.fault.strike(target)
+        struck_at.append(world.loop.time())
+        struck.append(target)
+        world.say(f"{case.id} strikes {name}")
+
+    struck_at: list[float] = []
+    arm(world, request, case.state, strike)
+    world.ask(request)
+    await world.until(lambda: bool(struck), 10, "the state is reached")
+    await world.until(lambda: not world.live_requests(), _ENDS_S, "the requests end")
+    await world.until_idle(_ENDS_S)
+    outcome = Outcome(_words(world, request), world.loop.time() - struck_at[0])
+    for other in (request, *ahead):
+        other.check(world.settings, _allowed(case))
+    await _check_recovery(world, struck[0], case, struck_at[0])
+    return outcome
+
+
+async def _check_recovery(world: World, target: Target, case: Case, struck_at: float) -> None:
+    """All is as before once the fault is over and what it ended is there again."""
+    lasts_s = case.fault.lasts_s if isinstance(case.fault, Fault) else 0.0
+    await world.until(lambda: world.loop.time() >= struck_at + lasts_s + 1, lasts_s + 2)
+    await world.until(lambda: target.name == "client" or not world.draining(), 60, "it has drained")
+    heal(target)
+    await world.until(lambda: world.is_whole, _WHOLE_S, "all workers are ready")
+    after = world.ask(Request("after", list(range(100, 115)), 6))
+    await world.until(lambda: bool(after.outcome), 20, "the request after it ends")
+    after.check(world.settings, (OK,))
+    await world.until_idle(5)
+    world.check_tasks()
+
+
+def _carries(state: State) -> "type[bool] | object":
+    def wanted(frame: Frame) -> bool:
+        is_pages = isinstance(read_request(frame.payload), list)
+        return is_pages or state is LAST_PAGE
+
+    return wanted
+
+
+def _allowed(case: Case) -> tuple[str, ...]:
+    """What a request may end with: a fault of a worker loses nothing."""
+    if case.victim == "router":
+        return (OK, "UNAVAILABLE")
+    if case.victim == "client":
+        return (OK, "UNAVAILABLE", "cancelled", "")
+    return (OK,)
+
+
+def _words(world: World, request: Request) -> str:
+    if request.outcome != OK:
+        return request.outcome or "gone"
+    metrics = world.router.metrics.registry
+    found = {
+        "other prefill": metrics.get_sample_value("pageferry_prefill_failures_total", {"next": "other_prefill"}),
+        "computed on decode": metrics.get_sample_value("pageferry_prefill_failures_total", {"next": "local"}),
+        "resumed": metrics.get_sample_value("pageferry_resumes_total", {"outcome": "resumed"}),
+    }
+    return ", ".join([OK, *(words for words, count in found.items() if count)])
+
+
+def table(outcomes: dict[Case, Outcome], victim: str) -> str:
+    """Markdown: a row for each state, a column for each fault."""
+    own = {case: outcome for case, outcome in outcomes.items() if case.victim == victim}
+    faults = list(dict.fromkeys(case.fault if isinstance(case.fault, str) else case.fault.name for case in own))
+    states = list(dict.fromkeys(case.state.name for case in own))
+    cells = {(case.state.name, getattr(case.fault, "name", case.fault)): str(own[case]) for case in own}
+    rows = [["", *faults], ["---"] * (len(faults) + 1)]
+    rows += [[state, *(cells.get((state, fault), "") for fault in faults)] for state in states]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+__all__ = ["COMMITTING", "Case", "Outcome", "cases", "chain", "run_case", "table"]
