@@ -82,9 +82,7 @@ class SimModel:
 
 def make_model(layout: CacheLayout, num_pages: int, num_tails: int, clock: StepClock) -> SimModel:
     pages = FakePages(layout, num_pages, num_tails)
-    return SimModel(
-        layout, (num_pages,) * len(layout.groups), num_tails, pages, TimedRunner(pages=pages, clock=clock)
-    )
+    return SimModel(layout, (num_pages,) * len(layout.groups), num_tails, pages, TimedRunner(pages=pages, clock=clock))
 
 
 class SimExecutor:

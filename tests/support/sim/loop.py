@@ -44,7 +44,9 @@ class _Jump:
             self._num_turns = 0
         if self._num_turns > _MAX_TURNS:
             ready = "; ".join(repr(handle) for handle in self._loop._ready)  # type: ignore[attr-defined]
-            raise StuckError(f"{_MAX_TURNS} turns of the loop, and time stands still: {ready or self._loop._scheduled[0]}")
+            raise StuckError(
+                f"{_MAX_TURNS} turns of the loop, and time stands still: {ready or self._loop._scheduled[0]}"
+            )
         return []
 
 

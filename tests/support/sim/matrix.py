@@ -114,9 +114,10 @@ async def _play(world: World, case: Case) -> Outcome:
     arm(world, request, case.state, strike)
     world.ask(request)
     await world.until(lambda: bool(struck), 10, "the state is reached")
-    await world.until(lambda: not world.live_requests(), _ENDS_S, "the requests end")
     await world.until_idle(_ENDS_S)
-    outcome = Outcome(_words(world, request), world.loop.time() - struck_at[0])
+    back_s = world.loop.time() - struck_at[0]
+    await world.until(lambda: not world.live_requests(), _ENDS_S, "the requests end")
+    outcome = Outcome(_words(world, request), back_s)
     for other in (request, *ahead):
         other.check(world.settings, _allowed(case))
     await _check_recovery(world, struck[0], case, struck_at[0])

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass, field
 from enum import Enum
 from random import Random
@@ -17,6 +18,7 @@ WINDOW_BYTES = 65_536  # of a stream that its reader has not read
 CONNECT_TIMEOUT_S = 1.0  # grpc.min_reconnect_backoff_ms
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 1.0
 _LATENCY_S = (0.0001, 0.0006)
+_NOBODY = Context()  # what is on its way is no process's
 
 
 class Kind(Enum):
@@ -117,7 +119,7 @@ class Connection:
             due = self._loop.time() + self._network.rng.uniform(*_LATENCY_S) + link.delay_s
             due = max(due, queue[-1][0]) if queue else due
             queue.append((due, sent))
-            self._loop.call_at(due, self._deliver, int(to_server))
+            self._loop.call_at(due, self._deliver, int(to_server), context=_NOBODY)
 
     async def room(self, stream: int, *, to_server: bool) -> None:
         """Until what the stream's reader has not read is less than its window, or the stream is over."""
@@ -154,7 +156,7 @@ class Connection:
         for index, side in enumerate(self._sides):
             if side.is_held:
                 side.is_held = False
-                self._loop.call_soon(self._deliver, index)
+                self._loop.call_soon(self._deliver, index, context=_NOBODY)
 
     def _ends(self, to_server: bool) -> tuple[str, str]:
         return self.names if to_server else (self.names[1], self.names[0])

@@ -22,6 +22,7 @@ from tokenizers.models import WordLevel
 
 from pageferry.core.config import Config, HandoffConfig, RouterConfig, SchedulerConfig
 from pageferry.core.layout import CacheLayout
+from pageferry.core.pools import PagePools
 from pageferry.decode_svc.__main__ import DecodeMain
 from pageferry.prefill_svc import __main__ as prefill_main
 from pageferry.router.chat_template import ChatTemplate
@@ -93,6 +94,8 @@ class Node:
         self.spans = SpanCount()
         self.server: SimServer | None = None
         self.is_draining = False
+        self.is_started = False
+        self.incarnation = b""
 
     @property
     def process(self) -> Process:
@@ -106,8 +109,8 @@ class Node:
         process = Process(self.loop, self.name)
         self.processes.append(process)
         self.spans = SpanCount()
-        self.is_draining = False
-        process.spawn(self._start(process, self.spans.tracer()), f"start {self.name}")
+        self.is_draining = self.is_started = False
+        process.spawn(self._begin(process), f"start {self.name}")
 
     def kill(self) -> None:
         """The process is no more; its kernel closes its connections."""
@@ -125,6 +128,10 @@ class Node:
 
         self.is_draining = True
         self.process.spawn(end(), f"drain {self.name}")
+
+    async def _begin(self, process: Process) -> None:
+        await self._start(process, self.spans.tracer())
+        self.is_started = True
 
     async def _start(self, process: Process, tracer: Tracer) -> None:
         raise NotImplementedError
@@ -157,8 +164,8 @@ class WorkerNode(Node):
         self.clock = StepClock(process, self.rng)
         self.model = make_model(settings.layout, settings.num_pages, settings.num_tails, self.clock)
         self.main = self.main_type()
-        incarnation = self.rng.randbytes(16)
-        self.publisher = Publisher(WorkerHub(incarnation, self.main.snapshot, self._no_rpc), WorkerMetrics())
+        self.incarnation = self.rng.randbytes(16)
+        self.publisher = Publisher(WorkerHub(self.incarnation, self.main.snapshot, self._no_rpc), WorkerMetrics())
         self.server = server = SimServer(self.network, process, self.address, tracer)
         server.add(add_WorkerServiceServicer_to_server, self.publisher.hub, "pageferry.v1.WorkerService")
         self.main.register(server)  # type: ignore[arg-type]
@@ -167,7 +174,7 @@ class WorkerNode(Node):
         )
         config = replace(config, server=replace(config.server, host=self.name, port=1))
         executor: Any = SimExecutor(process, self.rng)
-        parts = WorkerParts(config, incarnation, 1, tracer, self.publisher, executor, self.clock)
+        parts = WorkerParts(config, self.incarnation, 1, tracer, self.publisher, executor, self.clock)
         server.start()
         await self.main.begin(self.model, parts)
 
@@ -189,6 +196,11 @@ class WorkerNode(Node):
         return worker  # type: ignore[no-any-return]
 
     @property
+    def pools(self) -> PagePools:
+        pools: PagePools = self.worker._step._reporter._pools  # type: ignore[attr-defined]
+        return pools
+
+    @property
     def engine(self) -> SimEngine:
         engine = self.worker.engine
         assert isinstance(engine, SimEngine)
@@ -196,10 +208,10 @@ class WorkerNode(Node):
 
     def leftovers(self) -> list[str]:
         found = super().leftovers()
-        if self.main.ready is None:
+        if not self.is_started:
             return found
         worker, step = self.worker, self.worker._step  # type: ignore[attr-defined]
-        step._reporter._pools.check_integrity()
+        self.pools.check_integrity()
         load = step.load()
         in_use = [pool.pages_total - pool.pages_free - pool.pages_cached for pool in (load, *load.pools)]
         counts = {
@@ -281,14 +293,15 @@ class RouterNode(Node):
         with suppress(asyncio.CancelledError):
             await self.fleet.close()
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it knows all workers as ready, with their streams of tokens."""
-        workers = self.fleet.workers
-        feeds = [worker.feed.is_live for worker in workers if worker.role.value == "decode"]
-        return all(worker.is_ready for worker in workers) and all(feeds)
+    def knows(self, node: WorkerNode) -> bool:
+        """Whether it sees the worker that is there now as ready, with its stream of tokens."""
+        worker = next(worker for worker in self.fleet.workers if worker.address == node.address)
+        is_fed = worker.feed.is_live or isinstance(node, PrefillNode)
+        return worker.is_ready and worker.view.incarnation == node.incarnation and is_fed
 
     def leftovers(self) -> list[str]:
+        if not self.is_started:
+            return []
         status = self.frontend.get_status()
         counts = {"queued": status.queued, "running": status.running, "live": len(self.frontend._live)}
         for worker in self.fleet.workers:

@@ -218,5 +218,3 @@ class ServerCall:
 
     def details(self) -> str:
         return self._status[1] if self._status is not None else ""
-
-

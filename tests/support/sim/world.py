@@ -77,6 +77,7 @@ class World:
             decode=[node.address for node in self.decodes],
         )
         self.clients: list[Process] = []
+        self.num_pending = 0  # faults that are still to be undone
 
     @property
     def workers(self) -> list[WorkerNode]:
@@ -115,7 +116,8 @@ class World:
     @property
     def is_whole(self) -> bool:
         """Whether all are up and the router knows all workers as ready."""
-        return all(node.is_up for node in self.nodes) and hasattr(self.router, "fleet") and self.router.is_whole
+        has_started = all(node.is_up and node.is_started and not node.is_draining for node in self.nodes)
+        return has_started and all(self.router.knows(worker) for worker in self.workers)
 
     def draining(self) -> list[str]:
         """Nodes that are about to end."""
@@ -128,8 +130,8 @@ class World:
 
     def live_requests(self) -> list[Request]:
         """Those whose clients wait for more."""
-        alive = [request for request in self.requests if not request.outcome and request.process is not None]
-        return [request for request in alive if request.process and request.process.life is not Life.DEAD]
+        live = [request for request in self.requests if not request.outcome]
+        return [request for request in live if request.process is not None and request.process.life is not Life.DEAD]
 
     async def until(self, condition: Callable[[], bool], limit_s: float, what: str = "") -> None:
         began = self.loop.time()
@@ -154,7 +156,7 @@ class World:
         message = pb.GenerateRequest(
             request_id=request.name,
             token_ids=pb.TokenIds(ids=request.prompt),
-            sampling=types.SamplingParams(temperature=0),
+            sampling=types.SamplingParams(temperature=0, seed=1),
             stop=types.StopConditions(max_tokens=request.num_tokens),
         )
         call = stub.Generate(message, timeout=request.deadline_s)
@@ -179,7 +181,8 @@ class World:
         """What is live on nodes that are up, although nothing should be."""
         live = [node for node in self.nodes if node.is_up]
         found = [f"{node.name}: {what}" for node in live for what in node.leftovers()]
-        return found + [f"request {request.name} is live" for request in self.live_requests()]
+        waiting = [request for request in self.live_requests() if request.process and request.process.life is Life.UP]
+        return found + [f"request {request.name} is live" for request in waiting]
 
     async def until_idle(self, limit_s: float) -> None:
         began, pause_s = self.loop.time(), 0.01

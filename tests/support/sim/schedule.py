@@ -1,0 +1,269 @@
+"""Random schedules of requests and faults, from a seed, and the shortest part of one that still fails."""
+
+from collections.abc import Callable, Sequence
+from contextvars import Context
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+from fake_engine import GROUPED, LAYOUT
+from sim.faults import MESSAGE_CHANGES, SWAPPED, tamper_once
+from sim.loop import Life
+from sim.nodes import Node, Settings, WorkerNode
+from sim.world import OK, Request, World, is_dead, simulate
+
+from pageferry.core.config import RouterConfig
+from pageferry.runtime.page_wire import read_request
+
+_LASTS_S = 3.0  # of requests' arrivals and faults
+_ENDS_S, _WHOLE_S = 200.0, 60.0
+# All that a client may be told. What went wrong inside (INTERNAL, DATA_LOSS, FAILED_PRECONDITION) is not among it.
+ALLOWED = (OK, "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "cancelled")
+
+
+@dataclass(frozen=True)
+class Event:
+    """`what` happens to `who`, a node's name, two that a link joins, or a request's; `value` is a duration or so."""
+
+    at_s: float
+    what: str
+    who: str
+    value: Any = 0.0
+
+
+@dataclass(frozen=True)
+class Script:
+    """A deployment and what happens to it; `seed` decides all delays."""
+
+    seed: int
+    events: tuple[Event, ...]
+    settings: Settings = field(default_factory=Settings)
+    prefill: int = 2
+    decode: int = 2
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}, {self.prefill} prefill, {self.decode} decode, {self.settings}"]
+        return "\n".join(lines + [f"  {event}" for event in self.events])
+
+
+def make_script(seed: int) -> Script:
+    rng = Random(f"script {seed}")
+    prefill, decode = rng.choice(((1, 1), (2, 2), (2, 2), (1, 2), (2, 3)))
+    scheduler = replace(Settings().scheduler, max_num_seqs=rng.choice((2, 4)), max_waiting=rng.choice((1, 8)))
+    settings = Settings(
+        layout=rng.choice((LAYOUT, LAYOUT, GROUPED)),
+        num_pages=rng.choice((24, 64)),
+        lease_ms=rng.choice((1000, 10_000)),
+        scheduler=scheduler,
+        router=RouterConfig(local_prefill_tokens=rng.choice((0, 0, 8)), max_queue=rng.choice((3, 100))),
+    )
+    nodes = [f"p{number + 1}" for number in range(prefill)] + [f"d{number + 1}" for number in range(decode)]
+    events = [_request(rng, number) for number in range(rng.randint(2, 8))]
+    events += [_fault(rng, nodes) for _ in range(rng.randint(1, 5))]
+    events += [
+        Event(event.at_s + rng.uniform(0, 0.2), "cancel", event.who)
+        for event in events
+        if event.what == "ask" and rng.random() < 0.15
+    ]
+    events.sort(key=lambda event: event.at_s)
+    return Script(seed, tuple(events), settings, prefill, decode)
+
+
+def _request(rng: Random, number: int) -> Event:
+    shared = rng.choice((0, 0, 8, 12))
+    prompt = [*range(shared), *(rng.randrange(1000) for _ in range(rng.randint(1, 40)))]
+    fields: dict[str, Any] = {"prompt": prompt, "num_tokens": rng.choice((1, 2, 5, 12, 25))}
+    if rng.random() < 0.2:
+        fields["deadline_s"] = round(rng.uniform(0.01, 3.0), 3)
+    if rng.random() < 0.2:
+        fields["read_s"] = rng.choice((0.01, 0.1))
+    return Event(round(rng.uniform(0, 0.3 * _LASTS_S), 4), "ask", f"r{number}", fields)
+
+
+def _fault(rng: Random, nodes: Sequence[str]) -> Event:
+    at_s = round(rng.uniform(0, 0.4 * _LASTS_S), 4)
+    what = rng.choice((*_NODE_FAULTS, *_LINK_FAULTS, "pages"))
+    if what in _NODE_FAULTS:
+        own = nodes if what in ("hang", "fill") else (*nodes, "router")
+        return Event(at_s, what, rng.choice(own), rng.choice((0.05, 0.5, 2.0, 20.0)))
+    if what == "pages":
+        prefill = rng.choice([name for name in nodes if name.startswith("p")])
+        decode = rng.choice([name for name in nodes if name.startswith("d")])
+        return Event(at_s, what, f"{prefill}-{decode}", rng.choice((*MESSAGE_CHANGES, SWAPPED)))
+    pair = rng.sample((*nodes, "router"), 2)
+    return Event(at_s, what, "-".join(pair), rng.choice((0.05, 0.5, 5.0, 60.0)))
+
+
+def play(script: Script) -> World:
+    """Raises AssertionError where something doesn't hold that must."""
+
+    async def scenario(world: World) -> None:
+        began = world.loop.time()
+        for event in script.events:
+            await world.until(lambda at=event.at_s: world.loop.time() >= began + at, _LASTS_S + 5)
+            world.say(f"event {event.what} {event.who} {event.value if event.what != 'ask' else ''}")
+            Context().run(_happen, world, event)
+        await world.until(lambda: not world.live_requests(), _ENDS_S, "the requests end")
+        for request in world.requests:
+            request.check(world.settings, ALLOWED)
+        await _recover(world)
+
+    return simulate(scenario, script.seed, script.settings, prefill=script.prefill, decode=script.decode)
+
+
+async def _recover(world: World) -> None:
+    await world.until(lambda: world.num_pending == 0, 100, "all faults are over")
+    await world.until(lambda: world.is_whole, _WHOLE_S, "all workers are ready")
+    await world.until_idle(_WHOLE_S)
+    after = world.ask(Request("after", list(range(100, 111)), 6))
+    await world.until(lambda: bool(after.outcome), 20, "the request after it ends")
+    after.check(world.settings, (OK,))
+    await world.until_idle(5)
+    world.check_tasks()
+
+
+def _happen(world: World, event: Event) -> None:
+    if event.what == "ask":
+        world.ask(Request(event.who, **event.value))
+    elif event.what == "cancel":
+        for request in world.requests:
+            if request.name == event.who and request.task is not None:
+                request.task.cancel()
+    elif event.what in _LINK_FAULTS:
+        _LINK_FAULTS[event.what](world, *event.who.split("-"), event.value)
+    elif event.what == "pages":
+        link = world.network.link(*event.who.split("-"))
+        tamper_once(link, event.value, world.rng, lambda frame: isinstance(read_request(frame.payload), list))
+    else:
+        _NODE_FAULTS[event.what](world, world.node(event.who), event.value)
+
+
+def _later(world: World, seconds: float, function: Callable[[], object]) -> None:
+    """Undo a fault; the simulation waits for that."""
+
+    def undo() -> None:
+        world.num_pending -= 1
+        function()
+
+    world.num_pending += 1
+    world.loop.call_later(seconds, undo, context=Context())
+
+
+def _kill(world: World, node: Node, seconds: float) -> None:
+    if not is_dead(node):
+        node.kill()
+        process = node.process
+        _later(world, seconds, lambda: node.start() if node.process is process else None)
+
+
+def _drain(world: World, node: Node, seconds: float) -> None:
+    process = node.process
+
+    def start() -> None:
+        if process.life is not Life.DEAD:
+            _later(world, 1.0, start)
+        elif node.process is process:  # else it was killed, and is there again
+            node.start()
+
+    if node.is_up and node.is_started and not node.is_draining:
+        node.drain()
+        _later(world, seconds, start)
+
+
+def _pause(world: World, node: Node, seconds: float) -> None:
+    process = node.process
+
+    def resume() -> None:
+        process.resume()
+        world.network.flush()
+
+    if process.life is Life.UP:
+        process.pause()
+        _later(world, seconds, resume)
+
+
+def _hang(world: World, node: Node, seconds: float) -> None:
+    assert isinstance(node, WorkerNode)
+    if node.is_started and not node.engine.is_frozen:
+        engine = node.engine
+        engine.is_frozen = True
+        _later(world, seconds, engine.thaw)
+
+
+def _fill(world: World, node: Node, seconds: float) -> None:
+    """All its pages are somebody else's for a while."""
+    assert isinstance(node, WorkerNode)
+    if not node.is_started:
+        return
+    taken = [(pool, pool.allocate(pool.num_available) or []) for pool in node.pools.groups]
+
+    def give_back() -> None:
+        for pool, pages in taken:
+            pool.release(pages)
+
+    _later(world, seconds, give_back)
+
+
+def _reset(world: World, one: str, other: str, seconds: float) -> None:
+    for connection in world.network.of(one):
+        if other in connection.names:
+            connection.cut("Connection reset by peer")
+
+
+def _black_hole(world: World, one: str, other: str, seconds: float) -> None:
+    link = world.network.link(one, other)
+
+    def heal() -> None:
+        link.is_black_hole = False
+        world.network.flush()
+
+    link.is_black_hole = True
+    _later(world, seconds, heal)
+
+
+def _slow(world: World, one: str, other: str, seconds: float) -> None:
+    link = world.network.link(one, other)
+
+    def heal() -> None:
+        link.delay_s = 0.0
+
+    link.delay_s = 0.2
+    _later(world, seconds, heal)
+
+
+_NODE_FAULTS: dict[str, Callable[[World, Any, float], None]] = {
+    "kill": _kill,
+    "drain": _drain,
+    "pause": _pause,
+    "hang": _hang,
+    "fill": _fill,
+}
+_LINK_FAULTS: dict[str, Callable[[World, str, str, float], None]] = {
+    "reset": _reset,
+    "black hole": _black_hole,
+    "slow": _slow,
+}
+
+
+def failure_of(script: Script) -> str:
+    """Why it fails; empty where it doesn't."""
+    try:
+        play(script)
+    except AssertionError as error:
+        return "\n".join([str(error), *error.__notes__]) if hasattr(error, "__notes__") else str(error)
+    return ""
+
+
+def shrink(script: Script) -> Script:
+    """Leave out events for as long as it fails: first many together, then single ones."""
+    size = max(1, len(script.events) // 2)
+    while size:
+        start = 0
+        while start < len(script.events):
+            shorter = replace(script, events=script.events[:start] + script.events[start + size :])
+            if failure_of(shorter):
+                script = shorter
+            else:
+                start += size
+        size //= 2
+    return script
