@@ -43,7 +43,7 @@ class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
     def join(self, engine: LoadedEngine, pools: PagePools, limits: ModelLimits, parts: WorkerParts) -> PrefillWorker:
         scheduler = PrefillScheduler(parts.config.scheduler, pools, engine.layout)
         step = PrefillStep(scheduler, pools, engine.runner, parts.clock)
-        push_parts = PushParts(engine.pages, parts.executor, parts.config.handoff, parts.tracer)
+        push_parts = PushParts(engine.pages, parts.executor, parts.config.handoff, parts.tracer, clock=parts.clock)
         channels = DecodeChannels(lambda endpoint: open_channel(endpoint, parts.tracer, parts.certificates))
         return PrefillWorker(step, limits, push_parts, channels, parts.publisher, parts.clock)
 

@@ -24,11 +24,14 @@ class _Outgoing:
 
 
 class Outbox:
-    """`on_sent` is told of each batch just before its message is sent. All on the event loop."""
+    """`on_sent` is told of each batch, and the time, just before its message is sent. All on the event loop."""
 
-    def __init__(self, lease_s: float, on_sent: Callable[[Batch, float], None]) -> None:
+    def __init__(
+        self, lease_s: float, on_sent: Callable[[Batch, float], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.lease_s = lease_s
         self._on_sent = on_sent
+        self._clock = clock
         self._queue: deque[_Outgoing] = deque()
         self._changed = asyncio.Event()  # something is new, or its bytes are there
 
@@ -52,7 +55,7 @@ class Outbox:
                 outgoing = self._queue.popleft()
                 for index, message in enumerate(outgoing.making.result()):
                     if outgoing.batches:
-                        self._on_sent(outgoing.batches[index], time.monotonic())
+                        self._on_sent(outgoing.batches[index], self._clock())
                     yield message
                 if outgoing.ends:
                     return

@@ -51,6 +51,7 @@ class PushParts:
     config: HandoffConfig
     tracer: Tracer
     regions: SharedRegions = field(default_factory=SharedRegions)
+    clock: Callable[[], float] = time.monotonic
 
 
 class PushClient:
@@ -80,7 +81,7 @@ class PushClient:
         self._parts = parts
         self._on_released = on_released
         self._sender = Sender()
-        self._outbox = Outbox(parts.config.lease_ms / 1000, self._sent)
+        self._outbox = Outbox(parts.config.lease_ms / 1000, self._sent, parts.clock)
         self._progress = asyncio.Event()
         self._carrier: Carrier = InlineCarrier(parts.config.max_frames_in_flight, several=False)
         self._opened = page_pb2.Opened()
@@ -136,7 +137,7 @@ class PushClient:
         """The last page's bytes are computed: what the transfer takes from now on is not hidden."""
         if not self._compute_has_ended:
             self._compute_has_ended = True
-            self._sender.compute_ended(time.monotonic())
+            self._sender.compute_ended(self._parts.clock())
 
     async def commit(self, covered_tokens: int, first: tuple[int, SampledToken] | None) -> HandoffStats:
         """Say that all is sent, and wait until the receiver has it. `first`: position and token that were drawn."""
@@ -199,7 +200,7 @@ class PushClient:
             self._carrier = InlineCarrier(config.max_frames_in_flight, several=opened.takes_frames)
 
     async def _wait_for_room(self, batch: Batch) -> int:
-        start, room = time.monotonic(), None
+        start, room = self._parts.clock(), None
 
         def has_room() -> bool:
             nonlocal room
@@ -207,7 +208,7 @@ class PushClient:
             return room is not None
 
         await self._until(has_room)
-        self._stalled_s += time.monotonic() - start
+        self._stalled_s += self._parts.clock() - start
         assert room is not None
         return room
 
@@ -273,7 +274,7 @@ class PushClient:
             self._fail(failure)
 
     def _take(self, response: page_pb2.PushResponse) -> None:
-        now = time.monotonic()
+        now = self._parts.clock()
         match response.WhichOneof("message"):
             case "opened":
                 self._sender.open()
