@@ -134,8 +134,7 @@ async def _check_recovery(world: World, target: Target, case: Case, struck_at: f
     after = world.ask(Request("after", list(range(100, 115)), 6))
     await world.until(lambda: bool(after.outcome), 20, "the request after it ends")
     after.check(world.settings, (OK,))
-    await world.until_idle(5)
-    world.check_tasks()
+    await world.until_as_before(5)
 
 
 def _carries(state: State) -> "type[bool] | object":

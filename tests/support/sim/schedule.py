@@ -58,8 +58,8 @@ def make_script(seed: int) -> Script:
         router=RouterConfig(local_prefill_tokens=rng.choice((0, 0, 8)), max_queue=rng.choice((3, 100))),
     )
     nodes = [f"p{number + 1}" for number in range(prefill)] + [f"d{number + 1}" for number in range(decode)]
-    events = [_request(rng, number) for number in range(rng.randint(2, 8))]
-    events += [_fault(rng, nodes) for _ in range(rng.randint(1, 5))]
+    events = [_request(rng, number) for number in range(rng.randint(2, 10))]
+    events += [_fault(rng, nodes) for _ in range(rng.randint(1, 8))]
     events += [
         Event(event.at_s + rng.uniform(0, 0.2), "cancel", event.who)
         for event in events
@@ -118,8 +118,7 @@ async def _recover(world: World) -> None:
     after = world.ask(Request("after", list(range(100, 111)), 6))
     await world.until(lambda: bool(after.outcome), 20, "the request after it ends")
     after.check(world.settings, (OK,))
-    await world.until_idle(5)
-    world.check_tasks()
+    await world.until_as_before(5)
 
 
 def _happen(world: World, event: Event) -> None:
