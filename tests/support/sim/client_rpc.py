@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+
 from sim.loop import Process
 from sim.network import CONNECT_TIMEOUT_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Connection, Frame, Kind, Network
 
@@ -15,10 +16,10 @@ _POLL_S = 0.01
 class SimChannel(grpc.aio.Channel):
     """To one address; it connects when it is used, and again after a pause where that failed."""
 
-    def __init__(self, network: Network, process: Process, address: str) -> None:
+    def __init__(self, process: Process, address: str) -> None:
         self.process = process
+        self.network: Network = process.network
         self.calls: dict[int, SimCall] = {}
-        self.network = network
         self._address = address
         self._connection: Connection | None = None
         self._backoff_s = FIRST_BACKOFF_S

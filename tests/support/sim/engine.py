@@ -1,19 +1,21 @@
 """What a simulated worker has instead of threads and of a model."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
 from fake_engine import VOCAB_SIZE, FakePages, FakeRunner
-from sim.loop import Process
 
 from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.plan import Plan, StepResult
 from pageferry.runtime.engine_thread import EngineThread, _Answer, _Command, _stopped, call_on_loop
+from pageferry.runtime.watchdog import Sign
+from sim.loop import Process
 
 MODEL = ModelConfig(
     name="sim",
@@ -40,6 +42,7 @@ class StepClock:
         self.process = process
         self.rng = rng
         self.ahead = 0.0
+        self.total = 0.0  # seconds of all steps
 
     def __call__(self) -> float:
         return self.process.loop.time() + self.ahead
@@ -47,6 +50,7 @@ class StepClock:
     def take(self) -> float:
         """The seconds of the step that is over."""
         ahead, self.ahead = self.ahead, 0.0
+        self.total += ahead
         return ahead
 
 
@@ -141,12 +145,16 @@ class SimEngine(EngineThread[Any]):
         if self._is_due:
             self._turn()
 
+    def sign(self) -> Sign:
+        return replace(super().sign(), cpu_s=self._clock.total)
+
     def _put(self, command: _Command) -> None:
         super()._put(command)
         self._wake_up()
 
     def _wake_up(self) -> None:
         if self._sleeping is not None:
+            self._idle_until = -math.inf
             self._sleeping.cancel()
             self._sleeping = None
             self._after(0.0, self._turn)
@@ -182,8 +190,9 @@ class SimEngine(EngineThread[Any]):
             return
         self._cross(self._events, [])
         self._events = []
-        if wait_s is not None:
-            self._sleeping = self._clock.process.later(wait_s, self._wake_up)
+        assert wait_s is not None, "workers report at times, whatever happens"
+        self._idle_until = self._clock() + wait_s
+        self._sleeping = self._clock.process.later(wait_s, self._wake_up)
 
     def _over(self, failure: BaseException | None) -> None:
         self._closed = True

@@ -179,11 +179,12 @@ class Life(Enum):
 
 
 class Process:
-    """One incarnation of a service."""
+    """One incarnation of a service; `network` is that which its channels and servers are of."""
 
-    def __init__(self, loop: VirtualLoop, name: str) -> None:
+    def __init__(self, loop: VirtualLoop, name: str, network: Any) -> None:
         self.loop = loop
         self.name = name
+        self.network = network
         self.life = Life.UP
         self.tasks: dict[asyncio.Task[Any], None] = {}
         self._context = Context()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import chain
 
+from pageferry.runtime.page_wire import read_request
 from sim.faults import (
     CLIENT_FAULTS,
     MESSAGE_CHANGES,
@@ -17,8 +18,6 @@ from sim.faults import (
 from sim.network import Frame
 from sim.states import COMMITTING, FIRST_PAGE, LAST_PAGE, NUM_PROMPT, OPENED, STATES, State, arm
 from sim.world import OK, Request, World, simulate
-
-from pageferry.runtime.page_wire import read_request
 
 _ENDS_S = 150.0  # longest of a request under any fault
 _WHOLE_S = 30.0  # from the fault's end until all is as before

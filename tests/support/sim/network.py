@@ -10,13 +10,13 @@ from enum import Enum
 from random import Random
 from typing import Any, Protocol
 
+from pageferry.runtime.channels import CHANNEL_OPTIONS, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
 from sim.loop import Life, Process, VirtualLoop
 
-from pageferry.runtime.channels import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
-
 WINDOW_BYTES = 65_536  # of a stream that its reader has not read
-CONNECT_TIMEOUT_S = 1.0  # grpc.min_reconnect_backoff_ms
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.1, 1.0
+CONNECT_TIMEOUT_S = int(dict(CHANNEL_OPTIONS)["grpc.min_reconnect_backoff_ms"]) / 1000
+FIRST_BACKOFF_S = int(dict(CHANNEL_OPTIONS)["grpc.initial_reconnect_backoff_ms"]) / 1000
+LONGEST_BACKOFF_S = int(dict(CHANNEL_OPTIONS)["grpc.max_reconnect_backoff_ms"]) / 1000
 _LATENCY_S = (0.0001, 0.0006)
 _NOBODY = Context()  # what is on its way is no process's
 

@@ -1,8 +1,6 @@
 """The services of a simulation: their own code, put together as their main functions do."""
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -11,37 +9,34 @@ from fake_engine import LAYOUT
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 from opentelemetry.trace import Tracer
-from sim.client_rpc import SimChannel
-from sim.engine import MODEL, SimEngine, SimExecutor, SimModel, StepClock, make_model
-from sim.loop import Life, Process, VirtualLoop
-from sim.network import Network
-from sim.server_rpc import SimServer
 from tokenizers import Tokenizer as Encoder
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
-from pageferry.core.config import Config, HandoffConfig, RouterConfig, SchedulerConfig
+from pageferry.core.config import Config, HandoffConfig, RouterConfig, SchedulerConfig, ServerConfig
 from pageferry.core.layout import CacheLayout
 from pageferry.core.pools import PagePools
 from pageferry.decode_svc.__main__ import DecodeMain
-from pageferry.prefill_svc import __main__ as prefill_main
+from pageferry.prefill_svc.__main__ import PrefillMain
+from pageferry.router.__main__ import _run
 from pageferry.router.chat_template import ChatTemplate
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.service import InferenceServicer
 from pageferry.router.tokenizer import Tokenizer
-from pageferry.runtime.channels import _TracedChannel
-from pageferry.runtime.metrics import RouterMetrics, WorkerMetrics
-from pageferry.runtime.reports import Publisher
+from pageferry.runtime.channels import open_channel
+from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.metrics import RouterMetrics
+from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.work_calls import WorkCalls
-from pageferry.runtime.worker_hub import WorkerHub
-from pageferry.runtime.worker_process import WorkerMain, WorkerParts
+from pageferry.runtime.worker_process import WorkerParts, _serve
 from pageferry.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+from sim.engine import MODEL, SimEngine, SimExecutor, StepClock, make_model
+from sim.loop import Life, Process, VirtualLoop
+from sim.network import Network
+from sim.server_rpc import ServerCall
 
-DRAIN_GRACE_S = 30.0
 _RESOURCE = Resource({})  # of nothing that is looked up on threads
-_SERVER_DRAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,7 @@ class Settings:
     num_pages: int = 64
     num_tails: int = 16
     lease_ms: int = 10_000
+    reservation_ms: int = 20_000
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(
             chunk_tokens=8, final_chunk_tokens=4, local_chunk_tokens=8, headroom_pages=0, max_num_seqs=4
@@ -90,12 +86,8 @@ class Node:
         self.network = network
         self.settings = settings
         self.rng = rng
+        self.config = Config(server=ServerConfig(host=name, port=1))
         self.processes: list[Process] = []  # the last one is now's
-        self.spans = SpanCount()
-        self.server: SimServer | None = None
-        self.is_draining = False
-        self.is_started = False
-        self.incarnation = b""
 
     @property
     def process(self) -> Process:
@@ -105,12 +97,17 @@ class Node:
     def is_up(self) -> bool:
         return self.process.life is Life.UP
 
+    @property
+    def is_draining(self) -> bool:
+        return self.stop.is_set()
+
     def start(self) -> None:
-        process = Process(self.loop, self.name)
+        process = Process(self.loop, self.name, self.network)
         self.processes.append(process)
         self.spans = SpanCount()
-        self.is_draining = self.is_started = False
-        process.spawn(self._begin(process), f"start {self.name}")
+        self.stop = asyncio.Event()
+        self.forget()
+        process.spawn(self._live(process), f"main {self.name}")
 
     def kill(self) -> None:
         """The process is no more; its kernel closes its connections."""
@@ -121,26 +118,21 @@ class Node:
 
     def drain(self) -> None:
         """As SIGTERM does: end in good order, then exit."""
+        self.process.run(self.stop.set)
 
-        async def end() -> None:
-            await self._drain()
-            self.kill()
+    def forget(self) -> None:
+        """A new process begins."""
 
-        self.is_draining = True
-        self.process.spawn(end(), f"drain {self.name}")
+    async def _live(self, process: Process) -> None:
+        await self._serve(process, self.spans.tracer())
+        self.kill()
 
-    async def _begin(self, process: Process) -> None:
-        await self._start(process, self.spans.tracer())
-        self.is_started = True
-
-    async def _start(self, process: Process, tracer: Tracer) -> None:
+    async def _serve(self, process: Process, tracer: Tracer) -> None:
         raise NotImplementedError
 
-    async def _drain(self) -> None:
-        raise NotImplementedError
-
-    def channel(self, process: Process, tracer: Tracer) -> Callable[[str], Any]:
-        return lambda address: _TracedChannel(SimChannel(self.network, process, address), tracer)
+    def live_calls(self) -> list[ServerCall]:
+        door: Any = self.network.servers.get(self.address)
+        return list(door.server.live) if door is not None else []
 
     def task_names(self) -> list[str]:
         """Of the tasks that are alive; one without a name has its function's."""
@@ -156,38 +148,51 @@ class Node:
         return spans + [f"span {name} ended twice" for name in self.spans.ended_twice]
 
 
-class WorkerNode(Node):
-    main_type: type[WorkerMain[Any]]
+class SimPrefill(PrefillMain):
+    """A prefill worker's process, but for the loading of a model on a thread of its own."""
 
-    async def _start(self, process: Process, tracer: Tracer) -> None:
+    node: "WorkerNode"
+
+    async def load(self, parts: WorkerParts) -> EngineThread[Any]:
+        return await self.begin(self.node.model, replace(parts, clock=self.node.clock))
+
+
+class SimDecode(DecodeMain):
+    """The same of a decode worker."""
+
+    node: "WorkerNode"
+
+    async def load(self, parts: WorkerParts) -> EngineThread[Any]:
+        return await self.begin(self.node.model, replace(parts, clock=self.node.clock))
+
+
+class WorkerNode(Node):
+    main_type: type[SimPrefill] | type[SimDecode]
+
+    def forget(self) -> None:
+        self.main = self.main_type()
+
+    async def _serve(self, process: Process, tracer: Tracer) -> None:
         settings = self.settings
         self.clock = StepClock(process, self.rng)
         self.model = make_model(settings.layout, settings.num_pages, settings.num_tails, self.clock)
-        self.main = self.main_type()
-        self.incarnation = self.rng.randbytes(16)
-        self.publisher = Publisher(WorkerHub(self.incarnation, self.main.snapshot, self._no_rpc), WorkerMetrics())
-        self.server = server = SimServer(self.network, process, self.address, tracer)
-        server.add(add_WorkerServiceServicer_to_server, self.publisher.hub, "pageferry.v1.WorkerService")
-        self.main.register(server)  # type: ignore[arg-type]
-        config = Config(
-            scheduler=settings.scheduler, handoff=HandoffConfig(lease_ms=settings.lease_ms, transport="inline")
-        )
-        config = replace(config, server=replace(config.server, host=self.name, port=1))
+        self.main.node = self
+        handoff = HandoffConfig(lease_ms=settings.lease_ms, reservation_ms=settings.reservation_ms, transport="inline")
+        config = replace(self.config, scheduler=settings.scheduler, handoff=handoff)
         executor: Any = SimExecutor(process, self.rng)
-        parts = WorkerParts(config, self.incarnation, 1, tracer, self.publisher, executor, self.clock)
-        server.start()
-        await self.main.begin(self.model, parts)
+        try:
+            async with GrpcServer(config.server, tracer) as self.server:
+                await _serve(config, self.stop, self.main, self.server, tracer, executor, None)
+        finally:
+            await self.main.close()
 
-    async def _no_rpc(self, grace_s: float | None) -> int:
-        raise NotImplementedError
+    @property
+    def is_started(self) -> bool:
+        return self.main.ready is not None
 
-    async def _drain(self) -> None:
-        assert self.server is not None
-        self.publisher.hub.publish_draining()
-        await self.server.drain(DRAIN_GRACE_S)
-        await self.main.drained()
-        await self.server.stop()
-        await self.main.close()
+    @property
+    def incarnation(self) -> bytes:
+        return self.worker._publisher.hub._incarnation
 
     @property
     def worker(self) -> WorkCalls[Any, Any]:
@@ -209,7 +214,7 @@ class WorkerNode(Node):
     def leftovers(self) -> list[str]:
         found = super().leftovers()
         if not self.is_started:
-            return found
+            return []
         worker, step = self.worker, self.worker._step  # type: ignore[attr-defined]
         self.pools.check_integrity()
         load = step.load()
@@ -223,9 +228,8 @@ class WorkerNode(Node):
             "ids": len(worker._ids),
         }
         counts |= self._own_counts()
-        assert self.server is not None
         lasting = ("pageferry.v1.WorkerService/Watch", "pageferry.v1.DecodeService/Subscribe")
-        streams = [call.method for call in self.server.live if call.method not in lasting]
+        streams = [call.method for call in self.live_calls() if call.method not in lasting]
         return (
             found
             + [f"{number} {what}" for what, number in counts.items() if number]
@@ -237,12 +241,7 @@ class WorkerNode(Node):
 
 
 class PrefillNode(WorkerNode):
-    main_type = prefill_main.PrefillMain
-
-    async def _start(self, process: Process, tracer: Tracer) -> None:
-        await super()._start(process, tracer)
-        worker: Any = self.worker
-        worker._channels._open_channel = self.channel(process, tracer)
+    main_type = SimPrefill
 
     def _own_counts(self) -> dict[str, int]:
         worker: Any = self.worker
@@ -252,7 +251,7 @@ class PrefillNode(WorkerNode):
 
 
 class DecodeNode(WorkerNode):
-    main_type = DecodeMain
+    main_type = SimDecode
 
     def _own_counts(self) -> dict[str, int]:
         worker: Any = self.worker
@@ -271,33 +270,33 @@ class RouterNode(Node):
         super().__init__(*args)
         self._workers = (prefill, decode)
 
-    async def _start(self, process: Process, tracer: Tracer) -> None:
+    async def _serve(self, process: Process, tracer: Tracer) -> None:
         prefill, decode = self._workers
         router = replace(self.settings.router, prefill=tuple(prefill), decode=tuple(decode))
-        config = Config(router=router, scheduler=self.settings.scheduler)
+        config = replace(self.config, router=router, scheduler=self.settings.scheduler)
         self.metrics = RouterMetrics()
-        self.fleet = Fleet(prefill, decode, self.channel(process, tracer), model=MODEL.name)
+        fleet = Fleet(prefill, decode, lambda address: open_channel(address, tracer), model=MODEL.name)
         telemetry = Telemetry(tracer, self.metrics)
-        self.frontend = Frontend(config, MODEL, _tokenizer(), self.fleet, telemetry, clock=self.loop.time)
-        self.server = SimServer(self.network, process, self.address, tracer)
-        self.server.add(add_InferenceServiceServicer_to_server, InferenceServicer(self.frontend), "Inference")
-        self.server.start()
-        self.fleet.start()
-
-    async def _drain(self) -> None:
-        assert self.server is not None
-        await self.server.set_serving(False)
-        await self.frontend.drain(DRAIN_GRACE_S)
-        await self.server.drain(_SERVER_DRAIN_S)
-        await self.server.stop()
-        with suppress(asyncio.CancelledError):
-            await self.fleet.close()
+        self.frontend = Frontend(config, MODEL, _tokenizer(), fleet, telemetry, clock=self.loop.time)
+        async with GrpcServer(config.server, tracer) as self.server:
+            name = "pageferry.v1.InferenceService"
+            self.server.add(add_InferenceServiceServicer_to_server, InferenceServicer(self.frontend), name)
+            await self.server.start()
+            self.fleet = fleet
+            self.is_started = True
+            try:
+                await _run(config, self.stop, self.server, self.frontend, fleet, _no_http)
+            finally:
+                await fleet.close()
 
     def knows(self, node: WorkerNode) -> bool:
         """Whether it sees the worker that is there now as ready, with its stream of tokens."""
         worker = next(worker for worker in self.fleet.workers if worker.address == node.address)
         is_fed = worker.feed.is_live or isinstance(node, PrefillNode)
         return worker.is_ready and worker.view.incarnation == node.incarnation and is_fed
+
+    def forget(self) -> None:
+        self.is_started = False
 
     def leftovers(self) -> list[str]:
         if not self.is_started:
@@ -307,8 +306,7 @@ class RouterNode(Node):
         for worker in self.fleet.workers:
             counts[f"uncounted at {worker.address}"] = len(worker.view.uncounted)
             counts[f"fed calls at {worker.address}"] = worker.feed.num_calls
-        assert self.server is not None
-        counts["streams"] = len(self.server.live)
+        counts["streams"] = len(self.live_calls())
         return super().leftovers() + [f"{number} {what}" for what, number in counts.items() if number]
 
 
@@ -319,4 +317,5 @@ def _tokenizer() -> Tokenizer:
     return Tokenizer(encoder, template=ChatTemplate(None, {}), eos_ids=(), bos_id=None)
 
 
-__all__ = ["DecodeNode", "Node", "PrefillNode", "RouterNode", "Settings", "SimModel"]
+async def _no_http(host: str, port: int, stop: asyncio.Event) -> None:
+    raise AssertionError("no HTTP is simulated")

@@ -1,5 +1,6 @@
 """Random schedules of requests and faults, from a seed, and the shortest part of one that still fails."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass, field, replace
@@ -7,13 +8,13 @@ from random import Random
 from typing import Any
 
 from fake_engine import GROUPED, LAYOUT
+
+from pageferry.core.config import RouterConfig
+from pageferry.runtime.page_wire import read_request
 from sim.faults import MESSAGE_CHANGES, SWAPPED, tamper_once
 from sim.loop import Life
 from sim.nodes import Node, Settings, WorkerNode
 from sim.world import OK, Request, World, is_dead, simulate
-
-from pageferry.core.config import RouterConfig
-from pageferry.runtime.page_wire import read_request
 
 _LASTS_S = 3.0  # of requests' arrivals and faults
 _ENDS_S, _WHOLE_S = 200.0, 60.0
@@ -113,6 +114,7 @@ def play(script: Script) -> World:
 
 async def _recover(world: World) -> None:
     await world.until(lambda: world.num_pending == 0, 100, "all faults are over")
+    await asyncio.sleep(0.5)  # until all have heard of the last one
     await world.until(lambda: world.is_whole, _WHOLE_S, "all workers are ready")
     await world.until_idle(_WHOLE_S)
     after = world.ask(Request("after", list(range(100, 111)), 6))

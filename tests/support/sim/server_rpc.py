@@ -2,15 +2,13 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
-from opentelemetry.trace import Tracer
-from sim.loop import Process
-from sim.network import Connection, Frame, Kind, Network
 
-from pageferry.runtime.interceptors import ServerInterceptor
+from sim.loop import Process
+from sim.network import Connection, Frame, Kind
 
 _CANCEL_S = 0.002  # from the end of a stream that is read to the cancel of its handler
 
@@ -22,19 +20,15 @@ class _Details:
 
 
 class SimServer:
-    """What GrpcServer is, as far as the services use it."""
+    """What `grpc.aio.server` makes, as far as services use it."""
 
-    def __init__(self, network: Network, process: Process, address: str, tracer: Tracer) -> None:
+    def __init__(self, process: Process, interceptors: Sequence[Any]) -> None:
         self.process = process
-        self.address = address
-        self.is_serving = False
         self.live: dict[ServerCall, None] = {}
-        self._network = network
-        self._interceptor = ServerInterceptor(tracer)
+        self.is_stopping = False
+        self._interceptors = interceptors
         self._handlers: list[Any] = []
-
-    def add(self, register: Callable[[Any, Any], None], servicer: object, service: str) -> None:
-        register(servicer, self)
+        self._address = ""
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         self._handlers.extend(handlers)
@@ -42,31 +36,32 @@ class SimServer:
     def add_registered_method_handlers(self, service: str, handlers: Any) -> None:
         """They are found by name."""
 
-    def start(self) -> None:
-        self._network.servers[self.address] = _Door(self)
+    def add_insecure_port(self, address: str) -> int:
+        self._address = address
+        return int(address.rpartition(":")[2])
 
-    async def set_serving(self, serving: bool) -> None:
-        self.is_serving = serving
+    async def start(self) -> None:
+        self.process.network.servers[self._address] = _Door(self)
 
-    async def drain(self, grace_s: float) -> int:
-        await self.set_serving(False)
-        self._interceptor.draining = True
-        return await self._interceptor.wait_idle(grace_s)
-
-    async def stop(self) -> None:
-        """End all that is live."""
-        del self._network.servers[self.address]
+    async def stop(self, grace: float | None) -> None:
+        """Take nothing more, and end what is live after the grace."""
+        self.is_stopping = True
+        self.process.network.servers.pop(self._address, None)
+        ends_at = self.process.loop.time() + (grace or 0.0)
+        while self.live and self.process.loop.time() < ends_at:
+            await asyncio.sleep(0.005)
         for call in list(self.live):
             call.cancel()
         while self.live:
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.005)
 
     async def handler(self, method: str, metadata: Any) -> Any:
-        async def continuation(details: Any) -> Any:
+        async def find(details: Any) -> Any:
             found = (handler.service(details) for handler in self._handlers)
             return next((handler for handler in found if handler is not None), None)
 
-        return await self._interceptor.intercept_service(continuation, _Details(method, metadata))
+        assert len(self._interceptors) == 1, "services have one"
+        return await self._interceptors[0].intercept_service(find, _Details(method, metadata))
 
 
 class _Door:
@@ -90,7 +85,10 @@ class ServerEnd:
         self._calls: dict[int, ServerCall] = {}
 
     def take(self, frame: Frame) -> None:
-        if frame.kind is Kind.CALL:
+        if frame.kind is Kind.CALL and self.server.is_stopping:
+            refusal = (grpc.StatusCode.UNAVAILABLE, "GOAWAY", ())
+            self.connection.send(Frame(Kind.STATUS, frame.stream, frame.method, refusal), to_server=False)
+        elif frame.kind is Kind.CALL:
             call = self._calls[frame.stream] = ServerCall(self, frame)
             call.start()
         elif frame.stream in self._calls:

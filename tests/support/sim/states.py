@@ -4,14 +4,13 @@ from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, replace
 
-from sim.network import Kind, Sight
-from sim.nodes import Settings
-from sim.world import Request, World
-
 from pageferry.core.config import RouterConfig
 from pageferry.runtime.page_wire import read_request
 from pageferry.v1.decode_pb2 import SubscribeResponse
 from pageferry.v1.prefill_pb2 import PrefillResponse
+from sim.network import Kind, Sight
+from sim.nodes import Settings
+from sim.world import Request, World
 
 NUM_PROMPT, NUM_TOKENS = 21, 10
 _NUM_PAGES = 6  # of the prompt
