@@ -11,7 +11,7 @@ from sim.network import Connection, Frame, Kind, Link
 from sim.nodes import Node, WorkerNode
 from sim.world import Request, World, is_dead
 
-SHORT_S, LONG_S = 2.0, 60.0
+SHORT_S, LONG_S = 2.0, 45.0
 _RESTART_S = 0.5
 _SLOW_S, _SLOW_FOR_S = 0.3, 10.0
 

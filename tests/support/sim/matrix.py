@@ -1,7 +1,8 @@
 """Each fault at each state of a request: what becomes of the request, and when all that it held is back."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 
 from pageferry.runtime.page_wire import read_request
 from sim.faults import (
@@ -16,12 +17,13 @@ from sim.faults import (
     tamper_once,
 )
 from sim.network import Frame
-from sim.states import COMMITTING, FIRST_PAGE, LAST_PAGE, NUM_PROMPT, OPENED, STATES, State, arm
+from sim.states import FIRST_PAGE, LAST_PAGE, NUM_PROMPT, OPENED, STATES, State, arm
 from sim.world import OK, Request, World, simulate
 
 _ENDS_S = 150.0  # longest of a request under any fault
 _WHOLE_S = 30.0  # from the fault's end until all is as before
-_VICTIMS = {"prefill": WORKER_FAULTS, "decode": WORKER_FAULTS, "router": ROUTER_FAULTS, "client": CLIENT_FAULTS}
+GONE = "gone"
+VICTIMS = {"prefill": WORKER_FAULTS, "decode": WORKER_FAULTS, "router": ROUTER_FAULTS, "client": CLIENT_FAULTS}
 
 
 @dataclass(frozen=True)
@@ -33,24 +35,32 @@ class Case:
     victim: str
 
     @property
+    def fault_name(self) -> str:
+        return self.fault if isinstance(self.fault, str) else self.fault.name
+
+    @property
     def id(self) -> str:
-        fault = self.fault if isinstance(self.fault, str) else self.fault.name
-        return f"{self.victim}-{fault}-{self.state.name}".replace(" ", "_")
+        return f"{self.victim}-{self.fault_name}-{self.state.name}".replace(" ", "_")
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """Seconds are from the strike: until the request ended, and until all that could act held nothing any more."""
+
     words: str
-    back_s: float  # from the strike until nothing was held any more, on all that were up
+    ended_s: float
+    back_s: float
 
     def __str__(self) -> str:
-        return f"{self.words}, {self.back_s:.1f} s"
+        ended_s, back_s = math.ceil(self.ended_s - 0.5), math.ceil(self.back_s - 0.5)
+        ended = f", {ended_s} s" if ended_s and self.words != GONE else ""
+        return f"{self.words}{ended}" + (f" (back {back_s} s)" if back_s > (ended_s if ended else 0) + 1 else "")
 
 
 def cases() -> list[Case]:
     process = [
         Case(state, fault, victim)
-        for victim, faults in _VICTIMS.items()
+        for victim, faults in VICTIMS.items()
         for fault in faults
         for state in STATES
         if applies(state, victim)
@@ -63,7 +73,7 @@ def cases() -> list[Case]:
 def applies(state: State, victim: str) -> bool:
     if victim == "prefill":
         return not state.name.startswith("local")
-    return victim != "decode" or not state.name.startswith("one token")
+    return victim != "decode" or state.name != "one token"
 
 
 def victim_of(world: World, request: Request, role: str) -> str:
@@ -116,7 +126,7 @@ async def _play(world: World, case: Case) -> Outcome:
     await world.until_idle(_ENDS_S)
     back_s = world.loop.time() - struck_at[0]
     await world.until(lambda: not world.live_requests(), _ENDS_S, "the requests end")
-    outcome = Outcome(_words(world, request), back_s)
+    outcome = Outcome(_words(world, request), request.ended - struck_at[0], back_s)
     for other in (request, *ahead):
         other.check(world.settings, _allowed(case))
     await _check_recovery(world, struck[0], case, struck_at[0])
@@ -136,7 +146,9 @@ async def _check_recovery(world: World, target: Target, case: Case, struck_at: f
     await world.until_as_before(5)
 
 
-def _carries(state: State) -> "type[bool] | object":
+def _carries(state: State) -> Callable[[Frame], bool]:
+    """The next message of pages; once all are there, the commit."""
+
     def wanted(frame: Frame) -> bool:
         is_pages = isinstance(read_request(frame.payload), list)
         return is_pages or state is LAST_PAGE
@@ -155,25 +167,32 @@ def _allowed(case: Case) -> tuple[str, ...]:
 
 def _words(world: World, request: Request) -> str:
     if request.outcome != OK:
-        return request.outcome or "gone"
+        return request.outcome or GONE
     metrics = world.router.metrics.registry
     found = {
         "other prefill": metrics.get_sample_value("pageferry_prefill_failures_total", {"next": "other_prefill"}),
         "computed on decode": metrics.get_sample_value("pageferry_prefill_failures_total", {"next": "local"}),
         "resumed": metrics.get_sample_value("pageferry_resumes_total", {"outcome": "resumed"}),
+        "moved": metrics.get_sample_value("pageferry_resumes_total", {"outcome": "moved"}),
     }
     return ", ".join([OK, *(words for words, count in found.items() if count)])
 
 
-def table(outcomes: dict[Case, Outcome], victim: str) -> str:
-    """Markdown: a row for each state, a column for each fault."""
-    own = {case: outcome for case, outcome in outcomes.items() if case.victim == victim}
-    faults = list(dict.fromkeys(case.fault if isinstance(case.fault, str) else case.fault.name for case in own))
-    states = list(dict.fromkeys(case.state.name for case in own))
-    cells = {(case.state.name, getattr(case.fault, "name", case.fault)): str(own[case]) for case in own}
+def report(outcomes: dict[Case, Outcome]) -> str:
+    """All of it as Markdown: what the states and faults are, and a table for each victim."""
+    faults = {fault.name: fault.what for own in VICTIMS.values() for fault in own}
+    parts = ["## States", *(f"* **{state.name}**: {state.what}" for state in STATES)]
+    parts += ["", "## Faults", *(f"* **{name}**: {what}" for name, what in faults.items())]
+    for victim in (*VICTIMS, "pages"):
+        title = "Messages of pages" if victim == "pages" else victim.capitalize()
+        parts += ["", f"## {title}", "", _table(outcomes, victim)]
+    return "\n".join(parts) + "\n"
+
+
+def _table(outcomes: dict[Case, Outcome], victim: str) -> str:
+    """A row for each state, a column for each fault."""
+    own = {(case.state.name, case.fault_name): outcome for case, outcome in outcomes.items() if case.victim == victim}
+    states, faults = (list(dict.fromkeys(key[index] for key in own)) for index in (0, 1))
     rows = [["", *faults], ["---"] * (len(faults) + 1)]
-    rows += [[state, *(cells.get((state, fault), "") for fault in faults)] for state in states]
+    rows += [[state, *(str(own[state, fault]) for fault in faults)] for state in states]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-__all__ = ["COMMITTING", "Case", "Outcome", "cases", "chain", "run_case", "table"]

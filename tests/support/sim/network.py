@@ -195,7 +195,7 @@ class Connection:
         side = self._sides[index]
         if not side.is_open:
             return
-        silent_s = self._loop.time() - side.last_heard
+        silent_s = self._loop.time() - side.last_heard + 1e-6
         if silent_s >= (KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS) / 1000:
             self.close(index, "keepalive watchdog timeout")
         elif silent_s >= KEEPALIVE_MS / 1000:

@@ -98,6 +98,11 @@ class Node:
         return self.process.life is Life.UP
 
     @property
+    def can_act(self) -> bool:
+        """Whether it can give back what it holds."""
+        return self.is_up
+
+    @property
     def is_draining(self) -> bool:
         return self.stop.is_set()
 
@@ -189,6 +194,10 @@ class WorkerNode(Node):
     @property
     def is_started(self) -> bool:
         return self.main.ready is not None
+
+    @property
+    def can_act(self) -> bool:
+        return self.is_up and not (self.is_started and self.engine.is_frozen)
 
     @property
     def incarnation(self) -> bytes:

@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -26,6 +27,7 @@ class SimServer:
         self.process = process
         self.live: dict[ServerCall, None] = {}
         self.is_stopping = False
+        self.ended = asyncio.Event()  # a call has
         self._interceptors = interceptors
         self._handlers: list[Any] = []
         self._address = ""
@@ -47,13 +49,17 @@ class SimServer:
         """Take nothing more, and end what is live after the grace."""
         self.is_stopping = True
         self.process.network.servers.pop(self._address, None)
-        ends_at = self.process.loop.time() + (grace or 0.0)
-        while self.live and self.process.loop.time() < ends_at:
-            await asyncio.sleep(0.005)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace or 0.0):
+                await self._until_idle()
         for call in list(self.live):
             call.cancel()
+        await self._until_idle()
+
+    async def _until_idle(self) -> None:
         while self.live:
-            await asyncio.sleep(0.005)
+            self.ended.clear()
+            await self.ended.wait()
 
     async def handler(self, method: str, metadata: Any) -> Any:
         async def find(details: Any) -> Any:
@@ -173,6 +179,7 @@ class ServerCall:
         if self._timer is not None:
             self._timer.cancel()
         self._end.server.live.pop(self, None)
+        self._end.server.ended.set()
         self._end.over(self)
 
     def _send(self, kind: Kind, payload: Any) -> None:

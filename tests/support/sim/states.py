@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pageferry.core.config import RouterConfig
 from pageferry.runtime.page_wire import read_request
@@ -22,8 +22,9 @@ class State:
     """`watch` makes what tells the moment from frames; None: once the request waits in the router's queue."""
 
     name: str
+    what: str  # in a few words
     watch: Callable[[], Seen] | None
-    settings: Settings = Settings()
+    settings: Settings = field(default_factory=Settings)
     num_tokens: int = NUM_TOKENS
     num_ahead: int = 0  # requests that hold all slots before it comes
 
@@ -112,27 +113,48 @@ def _tokens(number: int) -> Callable[[], Seen]:
 
 _LOCAL = Settings(router=RouterConfig(local_prefill_tokens=1000))
 _NARROW = replace(Settings(), scheduler=replace(Settings().scheduler, max_num_seqs=1))
-QUEUED = State("queued", None, _NARROW, num_ahead=2)
-OPENED = State("opened", _frame("/Push", Kind.MESSAGE, to_server=False, arrived=False))
-FIRST_PAGE = State("first page there", _pages(1))
-LAST_PAGE = State("last page there", _pages(_NUM_PAGES))
-COMMITTING = State("committing", _committing)
+QUEUED = State("queued", "it waits in the router's queue", None, _NARROW, num_ahead=2)
+OPENED = State(
+    "opened", "the decode worker has taken the push", _frame("/Push", Kind.MESSAGE, to_server=False, arrived=False)
+)
+FIRST_PAGE = State("first page", "the first pages are there", _pages(1))
+LAST_PAGE = State("last page", "all pages are there", _pages(_NUM_PAGES))
 STATES = (
     QUEUED,
-    State("reserving", _frame("/Decode", Kind.CALL, to_server=True, arrived=False)),
-    State("reserved", _frame("/Decode", Kind.MESSAGE, to_server=False, arrived=True)),
-    State("prefill called", _frame("/Prefill", Kind.CALL, to_server=True, arrived=True)),
+    State(
+        "reserving",
+        "the router has called the decode worker",
+        _frame("/Decode", Kind.CALL, to_server=True, arrived=False),
+    ),
+    State("reserved", "it has the ticket", _frame("/Decode", Kind.MESSAGE, to_server=False, arrived=True)),
+    State(
+        "prefill called", "the prefill worker has the call", _frame("/Prefill", Kind.CALL, to_server=True, arrived=True)
+    ),
     OPENED,
     FIRST_PAGE,
+    State("first token", "the router has the first token", _first_token),
+    State("committing", "the commit is under way", _committing),
     LAST_PAGE,
-    State("first token told", _first_token),
-    COMMITTING,
-    State("committed", _committed),
-    State("decoding", _tokens(4)),
-    State("finishing", _frame("/Decode", Kind.STATUS, to_server=False, arrived=False)),
-    State("local: reserved", _frame("/Decode", Kind.MESSAGE, to_server=False, arrived=True), _LOCAL),
-    State("local: decoding", _tokens(4), _LOCAL),
-    State("one token: called", _frame("/Prefill", Kind.CALL, to_server=True, arrived=True), num_tokens=1),
+    State("committed", "the decode worker has taken the commit", _committed),
+    State("decoding", "the router has four tokens of the decode worker's", _tokens(4)),
+    State(
+        "finishing",
+        "the decode worker has told all",
+        _frame("/Decode", Kind.STATUS, to_server=False, arrived=False),
+    ),
+    State(
+        "local, reserved",
+        "the decode worker is to compute the prompt itself",
+        _frame("/Decode", Kind.MESSAGE, to_server=False, arrived=True),
+        _LOCAL,
+    ),
+    State("local, decoding", "the same, after four tokens", _tokens(4), _LOCAL),
+    State(
+        "one token",
+        "the prefill worker has the call, and one token is all that is asked for",
+        _frame("/Prefill", Kind.CALL, to_server=True, arrived=True),
+        num_tokens=1,
+    ),
 )
 
 

@@ -192,8 +192,8 @@ class World:
             await channel.close()
 
     def leftovers(self) -> list[str]:
-        """What is live on nodes that are up, although nothing should be."""
-        live = [node for node in self.nodes if node.is_up]
+        """What is live on nodes that can act, although nothing should be."""
+        live = [node for node in self.nodes if node.can_act]
         found = [f"{node.name}: {what}" for node in live for what in node.leftovers()]
         waiting = [request for request in self.live_requests() if request.process and request.process.life is Life.UP]
         return found + [f"request {request.name} is live" for request in waiting]
