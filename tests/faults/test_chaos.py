@@ -10,7 +10,7 @@ import pytest
 from chaos.clients import Clients
 from chaos.processes import Life, Sample
 from chaos.prompts import Golden
-from chaos.script import KINDS, PATIENCE_S, Ask, Fault, Script, draw_script
+from chaos.script import KINDS, PATIENCE_S, Ask, Fault, Script, draw_script, process_of
 from chaos.shrink import fewest, shrink
 from chaos.tracing import judge
 from chaos.trouble import SETTLE_S, Trouble
@@ -54,9 +54,9 @@ def test_faults_leave_each_process_time_and_some_alive(seed: int) -> None:
     script = draw_script(seed, 1800, per_second=0.1)
     ends: dict[str, float] = {}
     for fault in script.faults:
-        assert fault.at_s > ends.get(fault.who, 0.0)
+        assert fault.at_s > ends.get(process_of(fault.who), 0.0)
         assert fault.at_s + fault.for_s <= script.seconds - 4
-        ends[fault.who] = fault.at_s + fault.for_s
+        ends[process_of(fault.who)] = fault.at_s + fault.for_s
         assert not (KINDS[fault.kind].on_links and fault.who.endswith("0"))
         assert not (KINDS[fault.kind].restarts and fault.at_s > 900 and fault.who.endswith("0"))
 
@@ -133,16 +133,22 @@ class _Call:
 
     trailing_metadata = initial_metadata
 
+    async def details(self) -> str:
+        return "why"
+
     def cancel(self) -> None:
         pass
 
 
 async def _complaints(
-    events: Sequence[pb.GenerateResponse], status: str = "OK", ask: Ask | None = None
+    events: Sequence[pb.GenerateResponse], status: str, ask: Ask | None = None, *, in_trouble: bool = True
 ) -> tuple[str, list[str]]:
     stub = SimpleNamespace(Generate=lambda request, timeout: _Call(events, grpc.StatusCode[status]))
     complaints: list[str] = []
-    clients = Clients([stub], [GOLDEN], complaints.append)  # type: ignore[list-item]
+    trouble = Trouble()
+    if in_trouble:
+        trouble.begin("decode0")
+    clients = Clients([stub], [GOLDEN], trouble, complaints.append)  # type: ignore[list-item]
     ended = await clients.ask(ask or Ask(0, 0, 3))
     return ended.outcome, complaints
 
@@ -189,6 +195,12 @@ async def test_what_is_wrong_is_complained_of(events: Sequence[pb.GenerateRespon
     assert clue in complaints[0]
 
 
+async def test_unavailable_is_wrong_where_all_was_well() -> None:
+    _, complaints = await _complaints(WHOLE[:2], "UNAVAILABLE", in_trouble=False)
+    assert len(complaints) == 1
+    assert complaints[0].endswith("ended with UNAVAILABLE after 2 tokens: why")
+
+
 # Traces.
 
 
@@ -224,14 +236,15 @@ def test_trouble_lasts_until_things_have_settled(monkeypatch: pytest.MonkeyPatch
     now = 100.0
     monkeypatch.setattr("chaos.trouble.time.monotonic", lambda: now)
     spell = trouble.begin("decode0")
-    assert trouble.met(["decode0"], 150, 151)
+    assert trouble.met(150, 151, ["decode0"])
     now = 110.0
     trouble.end(spell)
-    assert trouble.met(["decode0", "router0"], 105, 120)
-    assert trouble.met(["decode0"], 110 + SETTLE_S - 1, 120)
-    assert not trouble.met(["decode0"], 111 + SETTLE_S, 120)
-    assert not trouble.met(["decode0"], 90, 99)
-    assert not trouble.met(["decode1"], 105, 120)
+    assert trouble.met(105, 120, ["decode0", "router0"])
+    assert trouble.met(110 + SETTLE_S - 1, 120, ["decode0"])
+    assert not trouble.met(111 + SETTLE_S, 120)
+    assert not trouble.met(90, 99)
+    assert trouble.met(105, 120)
+    assert not trouble.met(105, 120, ["decode1"])
 
 
 # Processes.

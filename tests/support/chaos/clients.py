@@ -12,9 +12,10 @@ from cluster import Stub, greedy
 
 from chaos.prompts import Golden
 from chaos.script import PATIENCE_S, Ask
+from chaos.trouble import Trouble
 from pageferry.v1 import inference_pb2 as pb
 
-# What a request may end with beside success, while processes die and links break.
+# What a request may end with beside success; UNAVAILABLE only while something is wrong somewhere.
 ALLOWED = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 _SLOW_READS, _SLOW_S = 12, 0.15
 
@@ -33,12 +34,15 @@ class Ended:
 class Clients:
     """Sends requests and keeps count; `complain` is told of each wrong that they see."""
 
-    def __init__(self, stubs: Sequence[Stub], goldens: Sequence[Golden], complain: Callable[[str], None]) -> None:
+    def __init__(
+        self, stubs: Sequence[Stub], goldens: Sequence[Golden], trouble: Trouble, complain: Callable[[str], None]
+    ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.num_tokens = 0
         self.slowest_s = 0.0  # of those that succeeded, without slow readers
         self._stubs = stubs
         self._goldens = goldens
+        self._trouble = trouble
         self._complain = complain
 
     async def ask(self, ask: Ask) -> Ended:
@@ -49,7 +53,7 @@ class Clients:
             outcome = await self._read(call, ask, answer)
         except grpc.aio.AioRpcError as error:
             outcome = error.code().name
-            self._judge_failure(ask, answer, outcome, error.details() or "")
+            self._judge_failure(ask, answer, began, error)
         except AssertionError as error:
             outcome = "wrong"
             self._complain(f"{ask}: {error}")
@@ -80,7 +84,8 @@ class Clients:
             if response is grpc.aio.EOF:
                 code = await call.code()
                 if code is not grpc.StatusCode.OK:
-                    raise grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata())
+                    metadata = await call.initial_metadata(), await call.trailing_metadata()
+                    raise grpc.aio.AioRpcError(code, *metadata, await call.details())
                 assert answer.finished is not None, "the stream ended well without a terminal event"
                 return "OK"
             answer.take(response)
@@ -89,10 +94,12 @@ class Clients:
                 await asyncio.sleep(_SLOW_S)
         return "cancelled"
 
-    def _judge_failure(self, ask: Ask, answer: Answer, status: str, details: str) -> None:
+    def _judge_failure(self, ask: Ask, answer: Answer, began: float, error: grpc.aio.AioRpcError) -> None:
+        status = error.code().name
         is_late = status == "DEADLINE_EXCEEDED" and ask.timeout_s < PATIENCE_S
-        if status not in ALLOWED and not is_late:
-            self._complain(f"{ask}: ended with {status} after {len(answer.token_ids)} tokens: {details}")
+        is_excused = status != "UNAVAILABLE" or self._trouble.met(began, time.monotonic())
+        if not is_late and not (status in ALLOWED and is_excused):
+            self._complain(f"{ask}: ended with {status} after {len(answer.token_ids)} tokens: {error.details()}")
         elif answer.finished is not None and not is_late:  # a client's own clock may run out behind the last event
             self._complain(f"{ask}: ended with {status} after its terminal event")
 

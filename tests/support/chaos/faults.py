@@ -9,7 +9,7 @@ import pushes
 from links import TcpLink
 from services import Deployment, Service
 
-from chaos.script import Fault
+from chaos.script import Fault, process_of
 from chaos.trouble import Trouble
 
 READY_S = 120.0
@@ -30,10 +30,17 @@ class Faults:
         self._complain = complain
 
     async def befall(self, fault: Fault) -> None:
-        """From its beginning until all is well again, which it is whatever happens."""
+        """From its beginning until all is well again, which it is whatever happens.
+
+        Nothing happens to what is not well yet, as it may be on a machine that starts processes slowly.
+        """
+        who = process_of(fault.who)
+        if self._trouble.is_in(who):
+            self.counts["skipped"] += 1
+            return
         self.counts[fault.kind] += 1
         service = self._service(fault.who)
-        spell = self._trouble.begin(fault.who.replace("pages", "decode"))
+        spell = self._trouble.begin(who)
         try:
             match fault.kind:
                 case "kill" | "drain":

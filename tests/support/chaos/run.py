@@ -22,8 +22,12 @@ from chaos.trouble import Trouble
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
-# Pages are exact, so that answers are the same wherever they are computed; pools are small, so that they run full.
+# Compute and pages are exact, so that answers are the same wherever they are made; pools are small, so that they run
+# full; a peer's silence is found out soon.
 SETTINGS: Settings = {
+    "engine.compute_dtype": "fp32",
+    "engine.page_format": "fp32",
+    "handoff.lease_ms": "2000",
     "engine.num_pages": "400",
     "scheduler.max_num_seqs": "12",
     "handoff.transport": "auto",
@@ -92,7 +96,7 @@ class Run:
             goldens = await compute_goldens(stubs[0])
             assert not (left := await self._left_over(stubs)), left
             level = Level.of(self._deployment.services)
-            self._clients = Clients(stubs, goldens, self.complain)
+            self._clients = Clients(stubs, goldens, self._trouble, self.complain)
             self._traces = TraceCheck(stubs, self._worker_names(), self._trouble, self.complain)
             self._began = time.monotonic()
             watching = asyncio.create_task(self._keep_watching())

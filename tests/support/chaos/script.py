@@ -126,6 +126,11 @@ def _fault(**fields: object) -> Fault:
     return fault
 
 
+def process_of(who: str) -> str:
+    """Whom a fault of `who` disturbs."""
+    return who.replace("pages", "decode")
+
+
 def draw_script(
     seed: int,
     seconds: float,
@@ -175,10 +180,10 @@ def _draw_faults(
         spares_first = kind.on_links or (kind.restarts and at_s > seconds / 2 and seconds > 120)
         lasts = {role: sizes["decode" if role == "pages" else role] - 1 for role in kind.roles}
         names = [f"{role}{n}" for role, last in lasts.items() for n in range(last if spares_first else 0, last + 1)]
-        names = [who for who in names if free_at_s.get(who, 0.0) <= at_s]
+        names = [who for who in names if free_at_s.get(process_of(who), 0.0) <= at_s]
         if names:
             who = draws.choice(names)
             for_s = round(min(draws.uniform(*kind.for_s), seconds - at_s - 4.0), 3)
-            free_at_s[who] = at_s + for_s + draws.uniform(5.0, 14.0)
+            free_at_s[process_of(who)] = at_s + for_s + draws.uniform(5.0, 14.0)
             yield Fault(round(at_s, 3), name, who, for_s)
         at_s += draws.choice((draws.uniform(0.1, 1.0), draws.uniform(3.0, 10.0), draws.uniform(3.0, 10.0)))

@@ -30,9 +30,15 @@ class Trouble:
     def end(self, spell: _Spell) -> None:
         spell.ended = time.monotonic()
 
-    def met(self, who: Iterable[str], began: float, ended: float) -> bool:
-        """Whether one of them was disturbed at some time between, or had only just been."""
-        names = set(who)
+    def is_in(self, who: str) -> bool:
+        """Whether something is wrong with it now."""
+        return any(spell.who == who and spell.ended == math.inf for spell in self._spells)
+
+    def met(self, began: float, ended: float, who: Iterable[str] | None = None) -> bool:
+        """Whether one of them (None: anyone) was disturbed at some time between, or had only just been."""
+        names = None if who is None else set(who)
         return any(
-            spell.who in names and spell.began <= ended and spell.ended + SETTLE_S >= began for spell in self._spells
+            spell.began <= ended and spell.ended + SETTLE_S >= began
+            for spell in self._spells
+            if names is None or spell.who in names
         )
