@@ -7,7 +7,14 @@ import pytest
 from gguf_writer import write_gguf
 
 from pageferry.core.errors import InvalidArgumentError, NotFoundError
-from pageferry.core.model_files import load_config_of, map_gguf, resolve_model, safetensors_paths
+from pageferry.core.model_files import (
+    ModelFiles,
+    load_config_of,
+    map_gguf,
+    resolve_model,
+    safetensors_paths,
+    sampling_defaults,
+)
 
 
 def test_the_packaged_model_is_found() -> None:
@@ -86,6 +93,17 @@ def test_a_broken_config_names_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(InvalidArgumentError, match=r"config\.json"):
         load_config_of(resolve_model(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"temperature": 10**400}, {"repetition_penalty": 10**400}, {"top_k": 10**400}, {"top_k": 2.5}, {"top_p": 2}],
+)
+def test_sampling_defaults_that_no_request_could_ask_for_are_refused(tmp_path: Path, field: dict[str, object]) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(field))
+    with pytest.raises(InvalidArgumentError, match=f"{path}: {next(iter(field))} is "):
+        sampling_defaults(ModelFiles("m", "hf", tmp_path))
 
 
 def test_errors_of_a_gguf_name_the_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ NAN, INF = math.nan, math.inf
     ("field", "values"),
     [
         ("temperature", [-0.1, NAN, INF]),
-        ("top_k", [-1]),
+        ("top_k", [-1, 2**32]),
         ("top_p", [0.0, -0.5, 1.01, NAN]),
         ("min_p", [-0.1, 1.0, NAN]),
         ("repetition_penalty", [0.0, -1.0, NAN, INF]),

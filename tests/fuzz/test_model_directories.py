@@ -11,9 +11,12 @@ from tiny_model import write_tiny_model
 
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, sampling_defaults
+from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sequence import WorkItem
 from pageferry.engine.rope import inverse_frequencies
 from pageferry.engine.weights import check_shapes, expected_shapes
 from pageferry.router.tokenizer import load_tokenizer
+from pageferry.runtime.convert import work_to_proto
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,8 @@ def test_configuration_files(directory: Path, name: str, data: bytes) -> None:
         with held_to_contract():
             load_config_of(files)
         with held_to_contract():
-            sampling_defaults(files)
+            sampling = SamplingParams(**sampling_defaults(files))
+            work_to_proto(WorkItem("r", (1,), sampling, StopParams(1)))
     finally:
         path.write_bytes(whole)
 

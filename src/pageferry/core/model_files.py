@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pageferry.core.errors import InvalidArgumentError, NotFoundError
+from pageferry.core.errors import InvalidArgumentError, NotFoundError, invalid
 from pageferry.core.gguf import GgufFile, parse_gguf
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.sampling import SamplingParams
@@ -87,6 +87,8 @@ def sampling_defaults(files: ModelFiles) -> dict[str, float]:
     config = read_json(path)
     defaults = {name: config[name] for name in _SAMPLING_DEFAULTS if isinstance(config.get(name), int | float)}
     with naming(path, "MODEL_INVALID"):
+        if type(defaults.get("top_k", 0)) is not int:
+            raise invalid("top_k", defaults["top_k"], "must be a whole number")
         SamplingParams(**defaults)
     return defaults
 

@@ -1,6 +1,6 @@
 """How a token is drawn and when a generation ends."""
 
-import math
+import sys
 from dataclasses import dataclass
 
 from pageferry.core.errors import invalid
@@ -23,15 +23,15 @@ class SamplingParams:
     num_logprobs: int | None = None  # None: none; 0: the sampled token's only
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise invalid("temperature", self.temperature, "must be 0 or finite and positive")
-        if self.top_k < 0:
-            raise invalid("top_k", self.top_k, "must be 0 (off) or positive")
+        if not 0 <= self.top_k < 2**32:
+            raise invalid("top_k", self.top_k, "must be 0 (off) or positive, and below 2**32")
         if not 0 < self.top_p <= 1:
             raise invalid("top_p", self.top_p, "must be above 0 and at most 1")
         if not 0 <= self.min_p < 1:
             raise invalid("min_p", self.min_p, "must be at least 0 and below 1")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+        if not 0 < self.repetition_penalty <= sys.float_info.max:
             raise invalid("repetition_penalty", self.repetition_penalty, "must be finite and positive")
         for name, value in (("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)):
             if not -2 <= value <= 2:
