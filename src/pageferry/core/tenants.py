@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError
+from pageferry.core.errors import FieldViolation, InvalidArgumentError, shown
 
 MAX_LIMIT = 2**53  # beyond, floating-point numbers don't count by ones
 MAX_KEYS = 2_000  # of all tenants: each call's key is compared with every one
@@ -36,9 +36,9 @@ class Tenant:
                 raise _wrong("key_sha256", "must hold 64 lower-case hexadecimal digits each, see `pageferry key`")
         for name in ("max_requests", "requests_per_minute", "tokens_per_minute", "max_pages"):
             if not 0 <= getattr(self, name) <= MAX_LIMIT:
-                raise _wrong(name, f"is {getattr(self, name)}, must be from 0 to {MAX_LIMIT}; 0 is no limit")
+                raise _wrong(name, f"is {shown(getattr(self, name))}, must be from 0 to {MAX_LIMIT}; 0 is no limit")
         if not -(2**31) <= self.min_priority < 2**31:
-            raise _wrong("min_priority", f"is {self.min_priority}, must be from -2**31 to 2**31 - 1")
+            raise _wrong("min_priority", f"is {shown(self.min_priority)}, must be from -2**31 to 2**31 - 1")
 
 
 # All callers, where there is no tenants file.
