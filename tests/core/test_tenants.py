@@ -35,7 +35,10 @@ def test_all_fields_are_read() -> None:
         ("[[tenant", "file: is no TOML that can be read"),
         ("a = " + "[" * 100_000, "file: is no TOML that can be read"),
         ("a = 1" + "0" * 5000, "file: is no TOML that can be read"),
-        ("[[tenant]]\nname = 'a'\nmax_pages = 0x" + "f" * 5000, "max_pages is a number of 20000 bits, must be from 0 to"),
+        (
+            "[[tenant]]\nname = 'a'\nmax_pages = 0x" + "f" * 5000,
+            "max_pages is a number of 20000 bits, must be from 0 to",
+        ),
         ("[server]\nport = 1", "file: 'server' is not known"),
         ("tenant = 1", "tenant must be a list of tables"),
         ("[tenant]\nname = 'a'", "tenant must be a list of tables"),
