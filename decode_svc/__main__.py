@@ -10,8 +10,10 @@ from pageferry.core.limits import ModelLimits
 from pageferry.core.pools import PagePools
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
+from pageferry.runtime.carriers import INLINE
 from pageferry.runtime.page_wire import add_page_service
 from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.staging import MAX_STAGED_BYTES
 from pageferry.runtime.worker_main import LoadedEngine, WorkerMain, WorkerParts, advertised_host
 from pageferry.runtime.worker_process import run_worker
 from pageferry.v1.decode_pb2 import DecodeRequest, SubscribeRequest
@@ -57,7 +59,8 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
         # Imported here since that takes seconds, during which health is to be answered.
         from pageferry.engine.load import load_engine
 
-        return load_engine(config.engine, config.scheduler, progress=progress)
+        staging_bytes = 0 if config.handoff.transport == INLINE else MAX_STAGED_BYTES
+        return load_engine(config.engine, config.scheduler, progress=progress, staging_bytes=staging_bytes)
 
     def join(self, engine: LoadedEngine, pools: PagePools, limits: ModelLimits, parts: WorkerParts) -> DecodeWorker:
         handoff = parts.config.handoff

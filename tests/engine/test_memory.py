@@ -1,5 +1,7 @@
 """The pool's size: from either setting, never too small for a request, never more than the machine has."""
 
+import math
+
 import pytest
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
@@ -8,7 +10,8 @@ from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
-from pageferry.engine.memory import MemoryPlan, available_bytes, plan_memory, unpacked_bytes
+from pageferry.engine.memory import MemoryPlan, plan_memory, unpacked_bytes
+from pageferry.runtime.staging import MAX_STAGED_BYTES
 
 MODEL = ModelConfig("m", "llama", 1000, 64, 2, 4, 2, 16, 128, 8192, 1e-5, 1e4, tied_embeddings=True)
 ROOM = 10**9
@@ -23,7 +26,7 @@ PAGE_BYTES = LAYOUT.pages[0].page_bytes
 
 
 def plan(
-    available: int = ROOM, of: CacheLayout = LAYOUT, scheduler: SchedulerConfig | None = None, **settings: int
+    available: int = ROOM, of: CacheLayout = LAYOUT, scheduler: SchedulerConfig | None = None, **settings: float
 ) -> MemoryPlan:
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     return plan_memory(MODEL, of, config, scheduler or SchedulerConfig(), unpacked_bytes(MODEL, 4), available)
@@ -69,8 +72,55 @@ def test_what_fits_exactly_fits() -> None:
         plan(total - 1, num_pages=100)
 
 
-def test_the_machine_says_what_is_available() -> None:
-    assert 0 < available_bytes() < 2**50
+AUTOMATIC = {"kv_memory_mb": 0}
+
+
+def test_without_a_size_the_pool_takes_what_is_there() -> None:
+    found = plan(5 * 10**7, **AUTOMATIC)
+    limit = found.report["available"]
+    assert limit == int(0.9 * 5 * 10**7)
+    assert limit - PAGE_BYTES - 16 * MODEL.head_dim * 4 < found.report["total"] <= limit, "another page does not fit"
+    assert found.num_pages < (32 * 512,)
+
+
+def test_without_a_size_the_pool_has_no_more_than_all_sequences_at_once_can_fill() -> None:
+    assert plan(10**12, **AUTOMATIC).num_pages == (32 * 512,)
+    assert plan(10**12, scheduler=SchedulerConfig(max_num_seqs=3), **AUTOMATIC).num_pages == (3 * 512,)
+    windows = layout(cache_layers="0-1=window:256")
+    assert plan(10**12, windows, **AUTOMATIC).num_pages == plan(of=windows, kv_memory_mb=10_000).num_pages
+
+
+def test_workers_of_one_machine_share_what_is_there() -> None:
+    whole, half = plan(5 * 10**7, **AUTOMATIC), plan(10**8, memory_share=0.5, **AUTOMATIC)
+    assert half == whole
+    assert plan(kv_memory_mb=3, memory_share=0.5) == plan(kv_memory_mb=3), "a size that is given is not divided"
+
+
+@pytest.mark.parametrize("available", [-(2**30), 0, 10**6])
+def test_without_a_size_too_little_memory_names_every_term(available: int) -> None:
+    with pytest.raises(ResourceExhaustedError) as caught:
+        plan(available, **AUTOMATIC)
+    message = caught.value.message
+    assert all(term in message for term in ("weights", "rotary", "workspace", "pages 0 MB", "available"))
+    assert "the smallest workable kv_memory_mb is 1" in message
+
+
+def test_without_a_size_a_request_of_the_longest_text_fits_or_nothing_starts() -> None:
+    least = plan(num_pages=512, max_model_tokens=8192).report["total"]
+    assert plan(math.ceil(least / 0.9), max_model_tokens=8192, **AUTOMATIC).num_pages == (512,)
+    with pytest.raises(ResourceExhaustedError, match="the smallest workable kv_memory_mb is 2"):
+        plan(math.floor(least / 0.9) - 1, max_model_tokens=8192, **AUTOMATIC)
+
+
+def test_memory_that_is_shared_with_senders_is_a_term() -> None:
+    without = plan(num_pages=100)
+    settings = EngineConfig(num_pages=100)
+    weights = unpacked_bytes(MODEL, 4)
+    found = plan_memory(MODEL, LAYOUT, settings, SchedulerConfig(), weights, ROOM, MAX_STAGED_BYTES)
+    assert found.report["staging"] == MAX_STAGED_BYTES
+    assert found.report["total"] == without.report["total"] + MAX_STAGED_BYTES
+    with pytest.raises(ResourceExhaustedError, match="staging 269 MB"):
+        plan_memory(MODEL, LAYOUT, settings, SchedulerConfig(), weights, MAX_STAGED_BYTES, MAX_STAGED_BYTES)
 
 
 def test_a_window_takes_no_more_than_sequences_can_hold() -> None:

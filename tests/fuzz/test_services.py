@@ -30,9 +30,10 @@ CALLS = {
     "/pageferry.v1.WorkerService/Watch": messages(worker_pb2.WatchRequest),
     "/pageferry.v1.WorkerService/Nothing": messages(worker_pb2.WatchRequest),
 }
-# UNKNOWN is what nobody has thought of, INTERNAL our own fault, but for bytes that are no message.
+# UNKNOWN is what nobody has thought of, INTERNAL our own fault, but for bytes that are no message, and for what gRPC's
+# client makes of a message that it could not send since the call was over.
 BUGS = {grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL}
-NO_MESSAGE = "Exception deserializing request!"
+OF_GRPC = ("Exception deserializing request!", "Internal error from Core")
 CALL_S = 20.0
 NUMBERS = itertools.count()  # of requests: the id of one that has just ended may be live a moment longer
 
@@ -92,7 +93,7 @@ def test_calls_to_workers(served: tuple[asyncio.Runner, Bench], requests: list[t
 
     async def run() -> None:
         for status, details in await asyncio.gather(*(ask(bench, *request) for request in requests)):
-            assert status not in BUGS or NO_MESSAGE in details, (status, details)
+            assert status not in BUGS or details in OF_GRPC, (status, details)
         await idle(bench)
         result = await bench.generate(f"good-{next(NUMBERS)}", [5, 6, 7, 8, 9], max_tokens=4)
         assert len(result.tokens) == 4
@@ -113,7 +114,7 @@ def test_hand_offs_to_a_worker_that_waits(served: tuple[asyncio.Runner, Bench], 
         try:
             path, request = data.draw(hand_offs(name, (await anext(aiter(decode))).reserved))
             status, details = await ask(bench, path, request.SerializeToString(), data.draw(st.booleans()))
-            assert status not in BUGS, (status, details)
+            assert status not in BUGS or details in OF_GRPC, (status, details)
         finally:
             decode.cancel()
         await idle(bench)

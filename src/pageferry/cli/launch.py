@@ -65,7 +65,9 @@ def plan(
     environment: Mapping[str, str],
     devices: Mapping[str, str | None] | None = None,
 ) -> Launch:
-    """Choose ports and thread counts. Raises PageferryError where the model, its cache layers or a port can't be had.
+    """Choose ports, and shares of cores and memory.
+
+    Raises PageferryError where the model, its cache layers or a port can't be had.
 
     `devices` of "prefill" and of "decode" workers are separated by commas and go round; None: the configuration's.
     """

@@ -53,7 +53,9 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR|FILE.gguf|NAME", help="default smollm2, the packaged one")
     add_engine_options(parser, _ENGINE_OPTIONS)
     parser.add_argument("--page-size", type=int, metavar="TOKENS", help="tokens a page; default 16")
-    parser.add_argument("--kv-memory-mb", type=int, metavar="MB", help="memory for pages of each worker; default 512")
+    parser.add_argument(
+        "--kv-memory-mb", type=int, metavar="MB", help="memory for pages of each worker; default 512; 0: what is there"
+    )
     for role in ("prefill", "decode"):
         text = f"of the {role} workers, one each in turn: cpu (the default) or cuda:N, separated by commas"
         parser.add_argument(f"--{role}-devices", metavar="DEVICES", help=text)

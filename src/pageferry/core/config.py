@@ -81,7 +81,8 @@ class EngineConfig:
     cache_layers: str = ""  # 0-14=window:256,sinks:4;15-29=full; empty: all that the model's own window keeps
     page_size: int = 16
     num_pages: int = 0  # 0: what `kv_memory_mb` holds
-    kv_memory_mb: int = 512
+    kv_memory_mb: int = 512  # 0: as much as is there, or as max_num_seqs sequences of full length need
+    memory_share: float = 1.0  # of what is there, if kv_memory_mb is 0: for weights and all; `up` divides it
     threads: int = 0  # 0: all cores that the process is given
     device: str = "cpu"  # or cuda:N
     compute_dtype: str = "auto"  # fp32, bf16; auto: a file's own groups, else bf16 where it is native
@@ -100,7 +101,8 @@ class EngineConfig:
             self,
             page_size=(1, 1024),
             num_pages=(0, math.inf),
-            kv_memory_mb=(1, math.inf),
+            kv_memory_mb=(0, math.inf),
+            memory_share=(0.001, 1.0),
             threads=(0, 1024),
             max_model_tokens=(0, math.inf),
         )

@@ -17,12 +17,13 @@ from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
 from pageferry.core.plan import Runner
+from pageferry.engine.available import available_bytes
 from pageferry.engine.batch import BatchBuilder
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
 from pageferry.engine.gpu_load import DeviceLoader, open_device
 from pageferry.engine.hf_tensors import HfTensors
-from pageferry.engine.memory import MemoryPlan, available_bytes, context_limit, plan_memory, unpacked_bytes
+from pageferry.engine.memory import MemoryPlan, context_limit, plan_memory, unpacked_bytes
 from pageferry.engine.model import Model
 from pageferry.engine.native import NativeModel
 from pageferry.engine.outliers import key_warning
@@ -59,10 +60,13 @@ class Engine:
             self.runner.run(plan)
 
 
-def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: Callable[[str], None]) -> Engine:
+def load_engine(
+    config: EngineConfig, scheduler: SchedulerConfig, *, progress: Callable[[str], None], staging_bytes: int = 0
+) -> Engine:
     """Load the model and lay out its pool; sets torch's number of threads here and wherever the runner runs.
 
-    `progress` gets short lines for people. Raises the errors of core.errors for anything wrong with model or memory.
+    `progress` gets short lines for people; `staging_bytes` are what the process will share with senders of pages.
+    Raises the errors of core.errors for anything wrong with model or memory.
     """
     started = time.perf_counter()
     torch.set_num_threads(config.threads or num_cores())
@@ -74,7 +78,16 @@ def load_engine(config: EngineConfig, scheduler: SchedulerConfig, *, progress: C
         layout = _layout(model_config, config, fingerprint(model_config, tensors))
         limited = replace(model_config, max_positions=_max_positions(model_config, config))
         loader = _loader(config, scheduler, limited, layout, tensors)
-        memory = plan_memory(limited, layout, config, scheduler, loader.weight_bytes, loader.available_bytes())
+        on_processor = config.device == "cpu"
+        memory = plan_memory(
+            limited,
+            layout,
+            config,
+            scheduler,
+            loader.weight_bytes,
+            loader.available_bytes(),
+            staging_bytes if on_processor else 0,
+        )
         if warning := key_warning(limited, tensors, layout.format.k):
             progress(warning)
         factors = tensors.load(ROPE_FACTORS) if ROPE_FACTORS in tensors.shapes else None

@@ -3,7 +3,6 @@
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from pathlib import Path
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
@@ -15,6 +14,7 @@ from pageferry.engine.weights import expected_shapes
 
 _MB = 10**6
 _TAILS_PER_SEQUENCE = 2  # one while it runs, one for the last one's push
+_TAKEN = 0.9  # of what is there: the rest is for what no plan knows, such as messages, and for the machine
 _WINDOW_SLACK = 0.25  # of a window's pages besides, for pushes in flight and cached prefixes
 
 
@@ -50,15 +50,20 @@ class _Pools:
         in_pages = self.most_live(group, num_tokens) * self.layout.page_size
         return in_pages + (self.scheduler.chunk_tokens if self.layout.tails else 0)
 
+    @property
+    def most(self) -> tuple[int, ...]:
+        """Pages of each group that all sequences at once can hold, of the longest text; windows' with some to spare."""
+        live = [self.most_live(group, self.max_positions) * self.scheduler.max_num_seqs for group in self.layout.groups]
+        return tuple(
+            most if group.window is None else math.ceil(most * (1 + _WINDOW_SLACK))
+            for group, most in zip(self.layout.groups, live, strict=True)
+        )
+
     def num_pages(self, of_full: int) -> tuple[int, ...]:
         """A window needs no more than all sequences can hold at once."""
-        needed = [
-            math.ceil(self.most_live(group, self.max_positions) * self.scheduler.max_num_seqs * (1 + _WINDOW_SLACK))
-            for group in self.layout.groups
-        ]
         return tuple(
             of_full if group.window is None else min(of_full, most)
-            for group, most in zip(self.layout.groups, needed, strict=True)
+            for group, most in zip(self.layout.groups, self.most, strict=True)
         )
 
     def page_bytes(self, of_full: int) -> int:
@@ -71,6 +76,34 @@ class _Pools:
         return bisect_right(range(1, most + 1), num_bytes - self.tail_bytes, key=self.page_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What all takes where full groups' pools have N pages."""
+
+    config: ModelConfig
+    pools: _Pools
+    weight_bytes: int
+    staging_bytes: int
+
+    def report(self, of_full: int) -> dict[str, int]:
+        """Bytes by name."""
+        pools, layout = self.pools, self.pools.layout
+        context = context_limit(self.config.max_positions, layout, pools.num_pages(of_full))
+        most_read = [pools.most_read(group, context) for group in layout.groups]
+        return {
+            "weights": self.weight_bytes,
+            "rotary": context * self.config.head_dim * 4,
+            "workspace": _workspace(self.config, pools.scheduler, most_read),
+            **({"staging": self.staging_bytes} if self.staging_bytes else {}),
+            "pages": pools.page_bytes(of_full),
+            **({"tails": pools.tail_bytes} if layout.tails else {}),
+        }
+
+    def largest(self, num_bytes: int) -> int:
+        """The largest N that fits, up to where all sequences at once have pages for the longest text."""
+        return bisect_right(range(1, max(self.pools.most) + 1), num_bytes, key=lambda n: sum(self.report(n).values()))
+
+
 def plan_memory(
     config: ModelConfig,
     layout: CacheLayout,
@@ -78,18 +111,25 @@ def plan_memory(
     scheduler: SchedulerConfig,
     weight_bytes: int,
     available: int,
+    staging_bytes: int = 0,
 ) -> MemoryPlan:
-    """Size the pools from `num_pages` or `kv_memory_mb`.
+    """Size the pools from `num_pages` or `kv_memory_mb`, or where that is 0 from `memory_share` of what is available.
 
     Raises InvalidArgumentError for pools too small for one request, ResourceExhaustedError when all needs more than the
     `available` bytes; both name every term and the smallest value that works.
     """
     pools = _Pools(layout, scheduler, config.max_positions)
-    of_full = engine.num_pages or pools.largest(engine.kv_memory_mb * _MB)
+    needs = _Needs(config, pools, weight_bytes, staging_bytes)
     headroom = scheduler.headroom_pages * any(group.window is None for group in layout.groups)
     needed = (pools.most_live(group, engine.max_model_tokens) for group in layout.groups)  # 0 where it isn't set
     smallest = max(1 + headroom, *needed)
     least_mb = math.ceil((pools.page_bytes(smallest) + pools.tail_bytes) / _MB)
+    is_automatic = not (engine.num_pages or engine.kv_memory_mb)
+    if is_automatic:
+        available = int(available * engine.memory_share * _TAKEN)
+        of_full = max(smallest, needs.largest(available))
+    else:
+        of_full = engine.num_pages or pools.largest(engine.kv_memory_mb * _MB)
     if of_full < smallest:
         per_page = sum(pages.page_bytes for pages in layout.pages)
         raise InvalidArgumentError(
@@ -97,25 +137,18 @@ def plan_memory(
             f"kv_memory_mb to at least {least_mb}, or num_pages to at least {smallest}",
             reason="POOL_TOO_SMALL",
         )
-    num_pages = pools.num_pages(of_full)
-    context = context_limit(config.max_positions, layout, num_pages)
-    report = {
-        "weights": weight_bytes,
-        "rotary": context * config.head_dim * 4,
-        "workspace": _workspace(config, scheduler, [pools.most_read(group, context) for group in layout.groups]),
-        "pages": pools.page_bytes(of_full),
-        **({"tails": pools.tail_bytes} if layout.tails else {}),
-    }
-    return MemoryPlan(num_pages, pools.num_tails, report | _totals(report, available, least_mb))
+    report = needs.report(of_full)
+    share = f" (engine.memory_share {engine.memory_share:g} of what is there)" if is_automatic else ""
+    totals = _totals(report, available, f"available: {available / _MB:.0f} MB{share}", least_mb)
+    return MemoryPlan(pools.num_pages(of_full), pools.num_tails, report | totals)
 
 
-def _totals(report: dict[str, int], available: int, least_mb: int) -> dict[str, int]:
+def _totals(report: dict[str, int], available: int, limit: str, least_mb: int) -> dict[str, int]:
     total = sum(report.values())
     if total > available:
         terms = " + ".join(f"{name} {value / _MB:.0f} MB" for name, value in report.items())
         raise ResourceExhaustedError(
-            f"memory needed: {terms} = {total / _MB:.0f} MB, available: {available / _MB:.0f} MB; the smallest "
-            f"workable kv_memory_mb is {least_mb}",
+            f"memory needed: {terms} = {total / _MB:.0f} MB, {limit}; the smallest workable kv_memory_mb is {least_mb}",
             reason="OUT_OF_MEMORY",
         )
     return {"total": total, "available": available}
@@ -145,16 +178,3 @@ def _workspace(config: ModelConfig, scheduler: SchedulerConfig, columns: list[in
         + 2 * gathered
         + scheduler.chunk_tokens * sum(columns)
     )
-
-
-def available_bytes() -> int:
-    """What the machine can still give, or this process's control group where that is less."""
-    available = 2**63
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return available

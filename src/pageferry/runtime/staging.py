@@ -31,6 +31,7 @@ NUM_UNITS = 16
 REGION_BYTES = HEADER_BYTES + NUM_UNITS * UNIT_BYTES
 STAGED_BYTES = 8 << 20  # of one message: two of them fill a region, and each costs more than the copy of a page
 MAX_REGIONS = 16  # of one receiver; more senders than that send inline
+MAX_STAGED_BYTES = MAX_REGIONS * REGION_BYTES  # that a receiver may come to share
 _SECRET_BYTES = 16
 _PREFIX = "pageferry-"
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
