@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pageferry.core.errors import DeadlineExceededError, PageferryError, UnavailableError
+from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, UnavailableError
 from pageferry.core.prefix import page_hashes
 from pageferry.router.fleet import Fleet
 from pageferry.router.forecast import forecast
@@ -14,6 +14,7 @@ from pageferry.router.queue import Queued, RequestQueue
 from pageferry.router.states import capacity_tokens, decode_state, may_hold, prefill_state
 from pageferry.router.view import Dispatched
 from pageferry.router.workers import Role, Worker
+from pageferry.runtime.logs import log
 
 RETRY_AFTER_MS = 1000  # once no worker is there
 
@@ -160,7 +161,13 @@ class Dispatcher:
                 self._queue.remove(ask)
                 _fail(ask, hopeless)
                 continue
-            grant = self._grant(ask)
+            try:
+                grant = self._grant(ask)
+            except Exception as error:  # it must not hold up all that wait behind it
+                log("dispatch_failed", level="error", error=error)
+                self._queue.remove(ask)
+                _fail(ask, InternalError(f"internal error: {type(error).__name__}"))
+                continue
             if grant is None:
                 return
             self._queue.take(ask, self._clock())

@@ -147,6 +147,9 @@ class Worker:
                 never_seen = self.view.snapshot is None
                 link = WorkerState.WARMING if never_seen else WorkerState.DOWN
                 reason = from_rpc_error(error).message
+            except Exception as error:  # else nobody would hear of the worker any more
+                log("watch_failed", level="error", address=self.address, error=error)
+                link, reason = WorkerState.DOWN, f"internal error: {type(error).__name__}"
             was_heard = self._link is WorkerState.READY
             self._set_link(link, reason)
             if was_heard:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
 
-from pageferry.core.errors import PageferryError, UnavailableError
+from pageferry.core.errors import InternalError, PageferryError, UnavailableError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup, groups_text
 from pageferry.core.layout import CacheLayout
+from pageferry.router import dispatch
 from pageferry.router.workers import Role, WorkerState
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb, worker_pb2
@@ -211,6 +212,35 @@ async def test_a_silent_worker_is_stale_then_down_and_comes_back(rig: Make) -> N
         await eventually(lambda: seen[-1] is WorkerState.READY)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+
+
+async def test_a_fault_of_our_own_amid_a_change_costs_no_worker_for_good(rig: Make) -> None:
+    async with rig() as router:
+        broken = iter([True])
+
+        def fail_once() -> None:
+            if next(broken, False):
+                raise AssertionError("a mistake")
+
+        seen: list[str] = []
+        router.fleet.listeners.append(lambda: seen.extend(worker.reason for worker in router.fleet.workers))
+        router.fleet.listeners.append(fail_once)
+        await router.until(lambda: "internal error: AssertionError" in seen)
+        await router.until(lambda: states(router) == ["ready", "ready"])
+        assert len((await router.generate(ask())).token_ids) == 3
+
+
+async def test_a_request_that_cannot_be_dispatched_holds_nobody_up(rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig() as router:
+
+        def fail(*_: object) -> None:
+            raise AssertionError("a mistake")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(dispatch, "choose", fail)
+            with pytest.raises(InternalError, match="AssertionError"):
+                await router.generate(ask())
+        assert len((await router.generate(ask())).token_ids) == 3
 
 
 async def test_a_draining_worker_gets_nothing_new(rig: Make) -> None:
