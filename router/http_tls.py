@@ -58,5 +58,6 @@ class _Refusal:
 
 def _spiffe_ids(transport: asyncio.Transport) -> list[str]:
     certificate: dict[str, Any] = transport.get_extra_info("peercert") or {}
-    names = certificate.get("subjectAltName", ())
-    return [value for kind, value in names if kind == "URI" and value.startswith("spiffe://")]
+    names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
+    # As gRPC has it: a certificate that names several has none.
+    return names if len(names) == 1 and names[0].startswith("spiffe://") else []

@@ -172,6 +172,10 @@ async def test_http_wants_the_same_certificates(shared: Secured) -> None:
 
     assert await asyncio.to_thread(status, shared.client) == 200
     assert await asyncio.to_thread(status, shared.services) == 403
+    two_ids = shared.authority.issue("two", spiffe_id=f"{CLIENT_ID},URI:{SERVICES_ID}")
+    assert await asyncio.to_thread(status, two_ids) == 403
+    async with shared.channel(router, two_ids) as channel:
+        assert await code_of(channel, METHODS[1]) is grpc.StatusCode.PERMISSION_DENIED
     with pytest.raises((ssl.SSLError, urllib.error.URLError, ConnectionError)):
         await asyncio.to_thread(status, None)
     with pytest.raises((urllib.error.URLError, ConnectionError)):
@@ -255,9 +259,8 @@ def test_up_and_the_commands_with_certificates(tiny_model: Path, tmp_path: Path)
         shown = pageferry("trace", "--address", cluster.address, *files)
         assert shown.returncode == 0, shown.stderr
         assert "kv.push" in shown.stdout
-        benched = pageferry(
-            "bench", "--target", cluster.address, *files, "--tokenizer", str(tiny_model), "--requests=2"
-        )
+        load = ("--tokenizer", str(tiny_model), "--requests", "2")
+        benched = pageferry("bench", "--target", cluster.address, *files, *load, timeout_s=200)
         assert benched.returncode == 0, benched.stderr
         for given, hint in (
             ((), "want a certificate: --ca, --cert and --key"),
@@ -272,7 +275,5 @@ def test_up_and_the_commands_with_certificates(tiny_model: Path, tmp_path: Path)
         drained = pageferry("drain", "--address", cluster.address, *files)
         assert drained.returncode == 0, drained.stderr
         halved = pageferry("status", "--address", cluster.address, *files[:4])
-        assert (halved.returncode, halved.stderr) == (
-            1,
-            "error: key is '', must be given where cert is, and only there\n",
-        )
+        assert halved.returncode == 1
+        assert halved.stderr == "error: key is '', must be given where cert is, and only there\n"

@@ -7,15 +7,8 @@ from pageferry.core.errors import PermissionDeniedError
 from pageferry.core.security import SecurityConfig, is_allowed
 
 _CLIENTS_SERVICE = "pageferry.v1.InferenceService"
-# Health and reflection are for all who get as far as here.
-_PEERS_SERVICES = {
-    "pageferry.v1.PrefillService",
-    "pageferry.v1.DecodeService",
-    "pageferry.v1.PageService",
-    "pageferry.v1.WorkerService",
-    "pageferry.v1.AdminService",
-    "opentelemetry.proto.collector.trace.v1.TraceService",
-}
+# For all who get as far as here. Whatever else is served is for peers.
+_OPEN_SERVICES = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 
 
 class Access:
@@ -28,13 +21,14 @@ class Access:
     def check(self, method: str, context: Any) -> None:
         """Raises PermissionDeniedError; `method` is "package.Service/Method"."""
         service = method.partition("/")[0]
-        if service in _PEERS_SERVICES:
+        if service == _CLIENTS_SERVICE:
+            if self._clients:
+                check_ids(spiffe_ids(context.auth_context()), "allowed_clients", self._clients)
+        elif service not in _OPEN_SERVICES:
             certificate = context.auth_context()
             if not certificate.get("x509_pem_cert"):
                 raise PermissionDeniedError(f"{service} is for callers with a certificate", reason="NO_CERTIFICATE")
             check_ids(spiffe_ids(certificate), "allowed_peers", self._peers)
-        elif service == _CLIENTS_SERVICE and self._clients:
-            check_ids(spiffe_ids(context.auth_context()), "allowed_clients", self._clients)
 
 
 def spiffe_ids(certificate: Any) -> list[str]:

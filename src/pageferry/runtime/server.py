@@ -30,8 +30,6 @@ _FLUSH_S = 2.0  # for the last messages and statuses to leave, at readers' pace
 # A server stays until this long nobody has sent it new work: who has not heard that it drains is told so, and not cut.
 _QUIET_S = 0.2
 _LONGEST_QUIET_S = 2.0
-
-
 # Of a call, over what is usual by far. Between the library's own two limits it refuses at random.
 _MAX_METADATA_BYTES = 16 * 2**10
 HANDSHAKE_TIMEOUT_MS = 10_000  # for a new connection to say what it is
