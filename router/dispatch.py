@@ -100,7 +100,7 @@ class Dispatcher:
         return len(self._queue)
 
     def check_room(self) -> None:
-        """Raise ResourceExhaustedError where the queue is full, before any work is done for a request."""
+        """As `enqueue` about a full queue, before any work is done."""
         self._queue.check_room()
 
     def enqueue(self, ask: Ask) -> None:
@@ -114,8 +114,7 @@ class Dispatcher:
             raise hopeless
         ready = [worker for role in Role for worker in self._fleet.ready(role)]
         uncached = ask.demand.num_tokens - max(map(ask.cached_tokens, ready), default=0)
-        # All that wait gain on those that come later at the same rate, so that their order never changes.
-        ask.rank = uncached + self._ageing * self._clock()
+        ask.rank = uncached + self._ageing * self._clock()  # all gain at one rate: an order never changes
         self._check_deadline(ask)
         self._queue.add(ask)
         self._begin(ask)
@@ -195,20 +194,18 @@ class Dispatcher:
 
         It would otherwise wait at the head of the queue for good, and all others behind it.
         """
-        able = self._able_decodes(ask)
-        if not able:
+        if not (able := self._able_decodes(ask)):
             return "no decode worker has the model that the answer began with"
-        needed = ask.demand.num_stored
-        if any(may_hold(worker, needed) for worker in able):
+        if any(may_hold(worker, ask.demand.num_stored) for worker in able):
             return ""
-        return f"the largest decode worker's pages hold {capacity_tokens(able)} tokens, the request needs {needed}"
+        most = f"the largest decode worker's pages hold {capacity_tokens(able)} tokens"
+        return f"{most}, the request needs {ask.demand.num_stored}"
 
     def _check_deadline(self, ask: Ask) -> None:
         if ask.deadline is None:
             return
-        prefills, decodes = self._states(ask, self._decodes(ask))
-        before, gap_s = self._queue.num_before(ask), self._queue.pace.gap_s
-        expected = forecast(ask.demand, prefills, decodes, num_before=before, gap_s=gap_s)
+        states = self._states(ask, self._decodes(ask))
+        expected = forecast(ask.demand, *states, self._queue.num_before(ask), self._queue.pace.gap_s)
         expected.check(ask.deadline - self._clock())
 
     def _late(self, ask: Ask) -> DeadlineExceededError:

@@ -5,6 +5,7 @@ from pageferry.core.errors import (
     AlreadyExistsError,
     CancelledError,
     DataLossError,
+    DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
     PageferryError,
@@ -14,6 +15,7 @@ from pageferry.core.errors import (
 from pageferry.router.view import Identity
 from pageferry.router.workers import LOST, Worker
 
+_EARLY_S = 0.02  # by which a call may be ended before what is taken for its deadline here
 _SAMPLING_FAILED = "SAMPLING_FAILED"  # the model's own doing: any other worker would compute the same
 _DRAINING = "DRAINING"
 # A call that ends so says that its worker is gone or leaves, and not what became of the request on it. The first three
@@ -78,3 +80,10 @@ def may_differ_elsewhere(error: PageferryError) -> bool:
     if isinstance(error, InternalError):
         return error.reason != _SAMPLING_FAILED
     return means_broken(error) or means_no_room(error)
+
+
+def why_left(deadline: float | None, now: float) -> PageferryError:
+    """Why a caller stopped listening, as far as can be told."""
+    if deadline is not None and deadline - _EARLY_S <= now:
+        return DeadlineExceededError("the caller's deadline passed")
+    return CancelledError("the caller went away")

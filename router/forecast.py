@@ -37,7 +37,6 @@ def forecast(
     demand: Demand,
     prefills: Sequence[PrefillState],
     decodes: Sequence[DecodeState],
-    *,
     num_before: int,
     gap_s: float | None,
 ) -> Forecast:

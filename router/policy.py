@@ -52,10 +52,9 @@ class PrefillState:
     cached_tokens: int  # of this request's
     num_running: int = 0
     refuses: bool = False  # it has no room until its next load report
-    capacity_tokens: int = _UNBOUNDED  # that its pages hold of one prompt
+    capacity_tokens: int = _UNBOUNDED  # of one prompt
 
     def fits(self, demand: Demand) -> bool:
-        """Whether it can ever hold the prompt."""
         return demand.num_tokens <= self.capacity_tokens
 
     def ttft_s(self, demand: Demand) -> float:
@@ -89,10 +88,9 @@ class DecodeState:
     queued_tokens: int
     tokens_per_s: float  # of prompts; 0: unknown
     cached_tokens: int  # of this request's
-    capacity_tokens: int = _UNBOUNDED  # that its pages hold of one sequence
+    capacity_tokens: int = _UNBOUNDED  # of prompt and answer, as stored
 
     def fits(self, demand: Demand) -> bool:
-        """Whether it can ever hold the prompt and all of the answer."""
         return demand.num_stored <= self.capacity_tokens
 
     def needed_pages(self, demand: Demand, headroom_pages: int) -> tuple[int, ...]:

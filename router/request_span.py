@@ -6,15 +6,16 @@ Only durations come from workers, since clocks of hosts differ. Times are second
 from dataclasses import dataclass, field
 
 import grpc
-from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode, format_trace_id, set_span_in_context
 
 from pageferry.core.errors import PageferryError
 from pageferry.core.layout import CacheLayout
 from pageferry.core.sender import hidden_share
-from pageferry.router.admission import Admitted
+from pageferry.router.admission import MAX_REQUEST_ID_CHARACTERS, Admitted
+from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.trace_store import REQUEST_ID
 from pageferry.v1.decode_pb2 import Completed, Reserved
-from pageferry.v1.inference_pb2 import GenerateRequest, HandoffStats, Timings
+from pageferry.v1.inference_pb2 import GenerateRequest, HandoffStats, Started, Timings
 from pageferry.v1.prefill_pb2 import FirstToken, Shipped
 from pageferry.v1.types_pb2 import FinishReason, Usage
 
@@ -29,7 +30,7 @@ def attributes_at_start(request: GenerateRequest, model: str) -> dict[str, str]:
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "pageferry",
         "gen_ai.request.model": model,
-        REQUEST_ID: request.request_id,
+        REQUEST_ID: request.request_id[:MAX_REQUEST_ID_CHARACTERS],
     }
 
 
@@ -44,6 +45,17 @@ def describe_request(span: Span, admitted: Admitted) -> None:
             "gen_ai.request.top_k": sampling.top_k,
             "pageferry.priority": admitted.priority,
         }
+    )
+
+
+def started_of(admitted: Admitted, model: str, span: Span) -> Started:
+    """What the caller is told first."""
+    return Started(
+        request_id=admitted.request_id,
+        trace_id=format_trace_id(span.get_span_context().trace_id),
+        model=model,
+        prompt_tokens=len(admitted.prompt_ids),
+        traceparent=inject_context(set_span_in_context(span)).get("traceparent", ""),
     )
 
 
@@ -118,6 +130,7 @@ class Timeline:
 
     def describe(self, span: Span, now: float) -> None:
         """Put the parts of the time to first token, and those of the second token's gap, on the request's span."""
+        span.set_attribute("gen_ai.server.request.duration", now - self.arrival)
         if self.first_token is None:
             return
         timings = self.timings(now)

@@ -53,6 +53,11 @@ class Caller:
     def tenant(self) -> Tenant:
         return self.account.tenant
 
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Of a request's span."""
+        return {} if self.tenant is ANYBODY else {"pageferry.tenant": self.tenant.name}
+
     def check_admin(self, what: str) -> None:
         """Raise PermissionDeniedError for any other tenant."""
         if not self.tenant.admin:

@@ -10,6 +10,8 @@ def test_the_first_sample_counts_whole_and_later_ones_by_their_weight() -> None:
     assert figure.value == 8
     figure.add(4)
     assert figure.value == 6
+    figure.add(2, share=0.25)
+    assert figure.value == 5.5
 
 
 def test_a_report_is_due_at_once_then_soon_after_a_change_and_in_any_case_later() -> None:

@@ -53,7 +53,7 @@ LOCAL = replace(D, tokens_per_s=200, queued_tokens=100)
 def test_the_first_token_is_expected_from_the_queue_and_the_soonest_worker(
     prefills: list[PrefillState], decodes: list[DecodeState], num_before: int, gap_s: float | None, expected: Forecast
 ) -> None:
-    assert forecast(PROMPT, prefills, decodes, num_before=num_before, gap_s=gap_s) == expected
+    assert forecast(PROMPT, prefills, decodes, num_before, gap_s) == expected
 
 
 def test_what_comes_too_late_is_refused_with_when_it_would_not() -> None:

@@ -13,8 +13,9 @@ class Smoothed:
         self._weight = weight
         self.value = 0.0
 
-    def add(self, sample: float) -> None:
-        self.value = sample if self.value == 0 else self.value + self._weight * (sample - self.value)
+    def add(self, sample: float, share: float = 1.0) -> None:
+        """`share` is how much the sample counts beside others."""
+        self.value = sample if self.value == 0 else self.value + self._weight * share * (sample - self.value)
 
 
 class ReportTimer:

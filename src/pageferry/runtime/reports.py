@@ -12,6 +12,8 @@ from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 
+_WHOLE_STEP_TOKENS = 64  # from which on a step's speed counts in full
+
 
 @dataclass(frozen=True, slots=True)
 class CacheReport:
@@ -43,7 +45,8 @@ class Reporter:
         self._num_prefilled += num_prompt_tokens
         self._step_s.add(seconds)
         if num_prompt_tokens and seconds > 0:
-            self._rate.add(num_prompt_tokens / seconds)
+            # What a step costs apart from its tokens makes small ones seem slow, which tells nothing of long prompts.
+            self._rate.add(num_prompt_tokens / seconds, min(1.0, num_prompt_tokens / _WHOLE_STEP_TOKENS))
 
     def mark_changed(self) -> None:
         self._timer.mark_changed()
