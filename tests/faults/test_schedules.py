@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sim import nodes
+from sim import workers
 from sim.engine import SimModel, make_model
 from sim.schedule import Event, Script, failure_of, make_script, play, shrink
 
@@ -66,6 +66,6 @@ def test_a_failure_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     faults = (Event(0.05, "slow", "p1-d1", 0.5), Event(0.15, "kill", "p2", 0.5))
     script = Script(1, (_asks(0), faults[0], _asks(1), faults[1], _asks(2)))
     assert not failure_of(script)
-    monkeypatch.setattr(nodes, "make_model", make_wrong_model)
+    monkeypatch.setattr(workers, "make_model", make_wrong_model)
     assert shrink(script).events == (_asks(1),)
     assert "wrong tokens" in failure_of(script)

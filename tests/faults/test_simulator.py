@@ -9,8 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
-from sim.loop import START_S, Process, StuckError, VirtualLoop
+from sim.loop import START_S, StuckError, VirtualLoop
 from sim.network import Connection, Frame, Kind, Network
+from sim.process import Process
 
 
 class Side:

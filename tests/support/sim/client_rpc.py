@@ -7,8 +7,8 @@ from typing import Any
 
 import grpc
 
-from sim.loop import Process
 from sim.network import CONNECT_TIMEOUT_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S, Connection, Frame, Kind, Network
+from sim.process import Process
 
 _POLL_S = 0.01
 

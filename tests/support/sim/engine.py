@@ -15,7 +15,7 @@ from pageferry.core.model_config import ModelConfig
 from pageferry.core.plan import Plan, StepResult
 from pageferry.runtime.engine_thread import EngineThread, _Answer, _Command, _stopped, call_on_loop
 from pageferry.runtime.watchdog import Sign
-from sim.loop import Process
+from sim.process import Process
 
 MODEL = ModelConfig(
     name="sim",

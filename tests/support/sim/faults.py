@@ -1,156 +1,119 @@
-"""What can go wrong, and how it is undone: each strikes one victim, which is a node's name, or the client."""
+"""What can go wrong. Each fault is undone by itself after its time; the simulation waits for that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from random import Random
-from typing import Any
 
-from sim.loop import Process
 from sim.network import Connection, Frame, Kind, Link
-from sim.nodes import Node, WorkerNode
-from sim.world import Request, World, is_dead
+from sim.nodes import Node
+from sim.process import Life, Process
+from sim.workers import WorkerNode
+from sim.world import World, is_dead
 
-SHORT_S, LONG_S = 2.0, 45.0
-_RESTART_S = 0.5
-_SLOW_S, _SLOW_FOR_S = 0.3, 10.0
-
-
-@dataclass(frozen=True)
-class Target:
-    """The victim: a node, or the client of the request."""
-
-    world: World
-    request: Request
-    name: str
-
-    @property
-    def node(self) -> Node:
-        return self.world.node(self.name)
-
-    @property
-    def process(self) -> Process:
-        if self.name != "client":
-            return self.node.process
-        assert self.request.process is not None
-        return self.request.process
-
-    @property
-    def links(self) -> list[Link]:
-        return self.world.network.links_of(self.name, self.world.names)
-
-    @property
-    def connections(self) -> list[Connection]:
-        return self.world.network.of(self.name)
-
-    def later(self, seconds: float, function: Callable[[], Any]) -> None:
-        self.world.loop.call_later(seconds, function, context=Context())
+SLOW_S = 0.3  # that a message takes
 
 
-@dataclass(frozen=True)
-class Fault:
-    name: str
-    what: str  # in a sentence
-    strike: Callable[[Target], None]
-    lasts_s: float = 0.0  # until it is undone by itself
+def undo_later(world: World, seconds: float, undo: Callable[[], object]) -> None:
+    def run() -> None:
+        world.num_pending -= 1
+        undo()
+
+    world.num_pending += 1
+    world.loop.call_later(seconds, run, context=Context())
 
 
-def _kill(target: Target) -> None:
-    if target.name == "client":
-        target.process.kill()
-        target.world.network.died(target.process)
-    else:
-        target.node.kill()
+def kill(world: World, node: Node, seconds: float) -> None:
+    """And start another process on its address after so long."""
+    if is_dead(node):
+        return
+    node.kill()
+    process = node.process
+    undo_later(world, seconds, lambda: node.start() if node.process is process else None)
 
 
-def _restart(target: Target) -> None:
-    _kill(target)
-    target.later(_RESTART_S, target.node.start)
+def drain(world: World, node: Node, seconds: float) -> None:
+    """SIGTERM; another process starts on its address so long after that, or once it has ended."""
+    process = node.process
+
+    def start() -> None:
+        if process.life is not Life.DEAD:
+            undo_later(world, 1.0, start)
+        elif node.process is process:  # else it was killed, and is there again
+            node.start()
+
+    if node.is_up and node.is_started and not node.is_draining:
+        node.drain()
+        undo_later(world, seconds, start)
 
 
-def _paused(seconds: float) -> Callable[[Target], None]:
-    def strike(target: Target) -> None:
-        process = target.process
+def pause(world: World, process: Process, seconds: float) -> None:
+    """SIGSTOP."""
 
-        def resume() -> None:
-            process.resume()
-            target.world.network.flush()
+    def resume() -> None:
+        process.resume()
+        world.network.flush()
 
+    if process.life is Life.UP:
         process.pause()
-        target.later(seconds, resume)
-
-    return strike
+        undo_later(world, seconds, resume)
 
 
-def _hang(target: Target) -> None:
-    assert isinstance(target.node, WorkerNode)
-    engine = target.node.engine
-    engine.is_frozen = True
-    target.later(LONG_S, engine.thaw)
+def hang(world: World, node: Node, seconds: float) -> None:
+    """Its engine makes no step; its event loop lives on."""
+    assert isinstance(node, WorkerNode)
+    if node.is_started and not node.engine.is_frozen:
+        engine = node.engine
+        engine.is_frozen = True
+        undo_later(world, seconds, engine.thaw)
 
 
-def _drain(target: Target) -> None:
-    target.node.drain()
+def fill(world: World, node: Node, seconds: float) -> None:
+    """All pages that it has left are somebody else's."""
+    assert isinstance(node, WorkerNode)
+    if not node.is_started:
+        return
+    taken = [(pool, pool.allocate(pool.num_available) or []) for pool in node.pools.groups]
+
+    def give_back() -> None:
+        for pool, pages in taken:
+            pool.release(pages)
+
+    undo_later(world, seconds, give_back)
 
 
-def _cut(target: Target) -> None:
-    for connection in target.connections:
+def reset(connections: Iterable[Connection]) -> None:
+    for connection in connections:
         connection.cut("Connection reset by peer")
 
 
-def _black_hole(target: Target) -> None:
+def black_hole(world: World, links: Iterable[Link], seconds: float) -> None:
+    """What is sent goes nowhere, and nobody is told."""
+    broken = list(links)
+
     def heal() -> None:
-        for link in target.links:
+        for link in broken:
             link.is_black_hole = False
-        target.world.network.flush()
+        world.network.flush()
 
-    for link in target.links:
+    for link in broken:
         link.is_black_hole = True
-    target.later(LONG_S, heal)
+    undo_later(world, seconds, heal)
 
 
-def _slow(target: Target) -> None:
+def slow(world: World, links: Iterable[Link], seconds: float) -> None:
+    slowed = list(links)
+
     def heal() -> None:
-        for link in target.links:
+        for link in slowed:
             link.delay_s = 0.0
 
-    for link in target.links:
-        link.delay_s = _SLOW_S
-    target.later(_SLOW_FOR_S, heal)
-
-
-def _cancel(target: Target) -> None:
-    assert target.request.task is not None
-    target.request.task.cancel()
-
-
-KILL = Fault("killed", "the process is killed", _kill)
-RESTART = Fault("restarted", f"killed, and there again on its address {_RESTART_S:g} s later", _restart)
-PAUSE = Fault(f"stopped {SHORT_S:g} s", "stopped by SIGSTOP for so long", _paused(SHORT_S), SHORT_S)
-FREEZE = Fault(f"stopped {LONG_S:g} s", "stopped by SIGSTOP for so long", _paused(LONG_S), LONG_S)
-HANG = Fault(f"engine hangs {LONG_S:g} s", "its engine makes no step, while its event loop lives", _hang, LONG_S)
-DRAIN = Fault("SIGTERM", "told to end in good order", _drain)
-CUT = Fault("connections reset", "all connections from and to it are reset, and new ones can be made", _cut)
-BLACK_HOLE = Fault(f"unreachable {LONG_S:g} s", "its packets go nowhere, and nobody is told", _black_hole, LONG_S)
-SLOW = Fault(
-    f"{_SLOW_S:g} s away", f"each message from and to it takes {_SLOW_S:g} s for {_SLOW_FOR_S:g} s", _slow, _SLOW_FOR_S
-)
-CANCEL = Fault("cancels", "the client cancels its call", _cancel)
-
-WORKER_FAULTS = (KILL, RESTART, PAUSE, FREEZE, HANG, DRAIN, CUT, BLACK_HOLE, SLOW)
-ROUTER_FAULTS = (KILL, RESTART, PAUSE, FREEZE, DRAIN, CUT, BLACK_HOLE, SLOW)
-CLIENT_FAULTS = (CANCEL, KILL, PAUSE, FREEZE, CUT, BLACK_HOLE, SLOW)
-
-
-def heal(target: Target) -> None:
-    """Bring a node back that the fault has ended."""
-    if target.name != "client" and is_dead(target.node):
-        target.node.start()
+    for link in slowed:
+        link.delay_s = SLOW_S
+    undo_later(world, seconds, heal)
 
 
 # Of a push's messages: one is changed on its way.
-
-Change = Callable[[Frame, Random], list[Frame]]
 
 
 def _flipped(frame: Frame, rng: Random) -> list[Frame]:
@@ -163,13 +126,14 @@ def _truncated(frame: Frame, rng: Random) -> list[Frame]:
     return [replace(frame, payload=frame.payload[: rng.randrange(len(frame.payload))])]
 
 
-MESSAGE_CHANGES: dict[str, Change] = {
+SWAPPED = "swapped with the next"
+_CHANGES: dict[str, Callable[[Frame, Random], list[Frame]]] = {
     "dropped": lambda frame, rng: [],
     "sent twice": lambda frame, rng: [frame, replace(frame)],
     "a bit flipped": _flipped,
     "cut short": _truncated,
 }
-SWAPPED = "swapped with the next"
+CHANGES = (*_CHANGES, SWAPPED)
 
 
 def tamper_once(link: Link, change: str, rng: Random, wanted: Callable[[Frame], bool]) -> None:
@@ -187,6 +151,6 @@ def tamper_once(link: Link, change: str, rng: Random, wanted: Callable[[Frame], 
             kept.append(frame)
             return []
         link.tamper = None
-        return MESSAGE_CHANGES[change](frame, rng)
+        return _CHANGES[change](frame, rng)
 
     link.tamper = tamper

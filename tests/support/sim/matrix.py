@@ -1,21 +1,13 @@
 """Each fault at each state of a request: what becomes of the request, and when all that it held is back."""
 
+import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pageferry.runtime.page_wire import read_request
-from sim.faults import (
-    CLIENT_FAULTS,
-    MESSAGE_CHANGES,
-    ROUTER_FAULTS,
-    SWAPPED,
-    WORKER_FAULTS,
-    Fault,
-    Target,
-    heal,
-    tamper_once,
-)
+from sim.columns import DEADLINE, VICTIMS, Fault, Target
+from sim.faults import CHANGES, tamper_once
 from sim.network import Frame
 from sim.states import FIRST_PAGE, LAST_PAGE, NUM_PROMPT, OPENED, STATES, State, arm
 from sim.world import OK, Request, World, simulate
@@ -23,7 +15,6 @@ from sim.world import OK, Request, World, simulate
 _ENDS_S = 150.0  # longest of a request under any fault
 _WHOLE_S = 30.0  # from the fault's end until all is as before
 GONE = "gone"
-VICTIMS = {"prefill": WORKER_FAULTS, "decode": WORKER_FAULTS, "router": ROUTER_FAULTS, "client": CLIENT_FAULTS}
 
 
 @dataclass(frozen=True)
@@ -65,8 +56,7 @@ def cases() -> list[Case]:
         for state in STATES
         if applies(state, victim)
     ]
-    changes = (*MESSAGE_CHANGES, SWAPPED)
-    pages = [Case(state, change, "pages") for change in changes for state in (OPENED, FIRST_PAGE, LAST_PAGE)]
+    pages = [Case(state, change, "pages") for change in CHANGES for state in (OPENED, FIRST_PAGE, LAST_PAGE)]
     return process + pages
 
 
@@ -89,22 +79,30 @@ def victim_of(world: World, request: Request, role: str) -> str:
 
 def run_case(case: Case, seed: int = 1) -> Outcome:
     """Raises AssertionError where something doesn't hold that must."""
-    outcomes: list[Outcome] = []
+    deadline_s = None
+    if case.fault is DEADLINE:  # which is then, and changes nothing before
+        _, deadline_s = _simulated(case, seed, None)
+    return _simulated(case, seed, deadline_s)[0]
+
+
+def _simulated(case: Case, seed: int, deadline_s: float | None) -> tuple[Outcome, float]:
+    """And the seconds from the request's start to the strike."""
+    played: list[tuple[Outcome, float]] = []
 
     async def scenario(world: World) -> None:
-        outcomes.append(await _play(world, case))
+        played.append(await _play(world, case, deadline_s))
 
     simulate(scenario, seed, case.state.settings)
-    return outcomes[0]
+    return played[0]
 
 
-async def _play(world: World, case: Case) -> Outcome:
+async def _play(world: World, case: Case, deadline_s: float | None) -> tuple[Outcome, float]:
     ahead = [Request(f"ahead{number}", [500 + number] * 9, 30) for number in range(case.state.num_ahead)]
     for other in ahead:
         world.ask(other)
     if ahead:
         await world.until(lambda: all(other.answer.token_ids for other in ahead), 5, "those ahead run")
-    request = Request("main", list(range(1, NUM_PROMPT + 1)), case.state.num_tokens)
+    request = Request("main", list(range(1, NUM_PROMPT + 1)), case.state.num_tokens, deadline_s)
     struck: list[Target] = []
 
     def strike() -> None:
@@ -129,16 +127,14 @@ async def _play(world: World, case: Case) -> Outcome:
     outcome = Outcome(_words(world, request), request.ended - struck_at[0], back_s)
     for other in (request, *ahead):
         other.check(world.settings, _allowed(case))
-    await _check_recovery(world, struck[0], case, struck_at[0])
-    return outcome
+    await _check_recovery(world)
+    return outcome, struck_at[0] - request.began
 
 
-async def _check_recovery(world: World, target: Target, case: Case, struck_at: float) -> None:
-    """All is as before once the fault is over and what it ended is there again."""
-    lasts_s = case.fault.lasts_s if isinstance(case.fault, Fault) else 0.0
-    await world.until(lambda: world.loop.time() >= struck_at + lasts_s + 1, lasts_s + 2)
-    await world.until(lambda: target.name == "client" or not world.draining(), 60, "it has drained")
-    heal(target)
+async def _check_recovery(world: World) -> None:
+    """All is as before once the fault is over."""
+    await world.until(lambda: world.num_pending == 0, _ENDS_S, "the fault is over")
+    await asyncio.sleep(0.5)  # until all have heard of it
     await world.until(lambda: world.is_whole, _WHOLE_S, "all workers are ready")
     after = world.ask(Request("after", list(range(100, 115)), 6))
     await world.until(lambda: bool(after.outcome), 20, "the request after it ends")
@@ -161,7 +157,7 @@ def _allowed(case: Case) -> tuple[str, ...]:
     if case.victim == "router":
         return (OK, "UNAVAILABLE")
     if case.victim == "client":
-        return (OK, "UNAVAILABLE", "cancelled", "")
+        return (OK, "UNAVAILABLE", "DEADLINE_EXCEEDED", "cancelled", "")
     return (OK,)
 
 

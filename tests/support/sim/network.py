@@ -11,7 +11,8 @@ from random import Random
 from typing import Any, Protocol
 
 from pageferry.runtime.channels import CHANNEL_OPTIONS, KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS
-from sim.loop import Life, Process, VirtualLoop
+from sim.loop import VirtualLoop
+from sim.process import Life, Process
 
 WINDOW_BYTES = 65_536  # of a stream that its reader has not read
 CONNECT_TIMEOUT_S = int(dict(CHANNEL_OPTIONS)["grpc.min_reconnect_backoff_ms"]) / 1000
@@ -242,6 +243,7 @@ class Network:
         return connection
 
     def of(self, name: str) -> list[Connection]:
+        """The connections that a node has."""
         return [connection for connection in self.connections if name in connection.names]
 
     def flush(self) -> None:

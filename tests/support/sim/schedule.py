@@ -11,10 +11,9 @@ from fake_engine import GROUPED, LAYOUT
 
 from pageferry.core.config import RouterConfig
 from pageferry.runtime.page_wire import read_request
-from sim.faults import MESSAGE_CHANGES, SWAPPED, tamper_once
-from sim.loop import Life
-from sim.nodes import Node, Settings, WorkerNode
-from sim.world import OK, Request, World, is_dead, simulate
+from sim import faults
+from sim.nodes import Settings
+from sim.world import OK, Request, World, simulate
 
 _LASTS_S = 3.0  # of requests' arrivals and faults
 _ENDS_S, _WHOLE_S = 200.0, 60.0
@@ -90,7 +89,7 @@ def _fault(rng: Random, nodes: Sequence[str]) -> Event:
     if what == "pages":
         prefill = rng.choice([name for name in nodes if name.startswith("p")])
         decode = rng.choice([name for name in nodes if name.startswith("d")])
-        return Event(at_s, what, f"{prefill}-{decode}", rng.choice((*MESSAGE_CHANGES, SWAPPED)))
+        return Event(at_s, what, f"{prefill}-{decode}", rng.choice(faults.CHANGES))
     pair = rng.sample((*nodes, "router"), 2)
     return Event(at_s, what, "-".join(pair), rng.choice((0.05, 0.5, 5.0, 60.0)))
 
@@ -134,115 +133,22 @@ def _happen(world: World, event: Event) -> None:
         _LINK_FAULTS[event.what](world, *event.who.split("-"), event.value)
     elif event.what == "pages":
         link = world.network.link(*event.who.split("-"))
-        tamper_once(link, event.value, world.rng, lambda frame: isinstance(read_request(frame.payload), list))
+        faults.tamper_once(link, event.value, world.rng, lambda frame: isinstance(read_request(frame.payload), list))
     else:
         _NODE_FAULTS[event.what](world, world.node(event.who), event.value)
 
 
-def _later(world: World, seconds: float, function: Callable[[], object]) -> None:
-    """Undo a fault; the simulation waits for that."""
-
-    def undo() -> None:
-        world.num_pending -= 1
-        function()
-
-    world.num_pending += 1
-    world.loop.call_later(seconds, undo, context=Context())
-
-
-def _kill(world: World, node: Node, seconds: float) -> None:
-    if not is_dead(node):
-        node.kill()
-        process = node.process
-        _later(world, seconds, lambda: node.start() if node.process is process else None)
-
-
-def _drain(world: World, node: Node, seconds: float) -> None:
-    process = node.process
-
-    def start() -> None:
-        if process.life is not Life.DEAD:
-            _later(world, 1.0, start)
-        elif node.process is process:  # else it was killed, and is there again
-            node.start()
-
-    if node.is_up and node.is_started and not node.is_draining:
-        node.drain()
-        _later(world, seconds, start)
-
-
-def _pause(world: World, node: Node, seconds: float) -> None:
-    process = node.process
-
-    def resume() -> None:
-        process.resume()
-        world.network.flush()
-
-    if process.life is Life.UP:
-        process.pause()
-        _later(world, seconds, resume)
-
-
-def _hang(world: World, node: Node, seconds: float) -> None:
-    assert isinstance(node, WorkerNode)
-    if node.is_started and not node.engine.is_frozen:
-        engine = node.engine
-        engine.is_frozen = True
-        _later(world, seconds, engine.thaw)
-
-
-def _fill(world: World, node: Node, seconds: float) -> None:
-    """All its pages are somebody else's for a while."""
-    assert isinstance(node, WorkerNode)
-    if not node.is_started:
-        return
-    taken = [(pool, pool.allocate(pool.num_available) or []) for pool in node.pools.groups]
-
-    def give_back() -> None:
-        for pool, pages in taken:
-            pool.release(pages)
-
-    _later(world, seconds, give_back)
-
-
-def _reset(world: World, one: str, other: str, seconds: float) -> None:
-    for connection in world.network.of(one):
-        if other in connection.names:
-            connection.cut("Connection reset by peer")
-
-
-def _black_hole(world: World, one: str, other: str, seconds: float) -> None:
-    link = world.network.link(one, other)
-
-    def heal() -> None:
-        link.is_black_hole = False
-        world.network.flush()
-
-    link.is_black_hole = True
-    _later(world, seconds, heal)
-
-
-def _slow(world: World, one: str, other: str, seconds: float) -> None:
-    link = world.network.link(one, other)
-
-    def heal() -> None:
-        link.delay_s = 0.0
-
-    link.delay_s = 0.2
-    _later(world, seconds, heal)
-
-
 _NODE_FAULTS: dict[str, Callable[[World, Any, float], None]] = {
-    "kill": _kill,
-    "drain": _drain,
-    "pause": _pause,
-    "hang": _hang,
-    "fill": _fill,
+    "kill": faults.kill,
+    "drain": faults.drain,
+    "pause": lambda world, node, seconds: faults.pause(world, node.process, seconds),
+    "hang": faults.hang,
+    "fill": faults.fill,
 }
 _LINK_FAULTS: dict[str, Callable[[World, str, str, float], None]] = {
-    "reset": _reset,
-    "black hole": _black_hole,
-    "slow": _slow,
+    "reset": lambda world, one, other, _: faults.reset(c for c in world.network.of(one) if other in c.names),
+    "black hole": lambda world, one, other, s: faults.black_hole(world, [world.network.link(one, other)], s),
+    "slow": lambda world, one, other, s: faults.slow(world, [world.network.link(one, other)], s),
 }
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-from sim.loop import Process
 from sim.network import Connection, Frame, Kind
+from sim.process import Process
 
 _CANCEL_S = 0.002  # from the end of a stream that is read to the cancel of its handler
 

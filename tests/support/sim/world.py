@@ -18,10 +18,13 @@ from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 from sim.client_rpc import SimChannel
 from sim.engine import SimEngine
-from sim.loop import Life, Process, VirtualLoop, current_process
+from sim.loop import VirtualLoop
 from sim.network import Kind, Network, Sight
-from sim.nodes import DecodeNode, Node, PrefillNode, RouterNode, Settings, WorkerNode
+from sim.nodes import Node, Settings
+from sim.process import Life, Process, current_process
+from sim.routers import RouterNode
 from sim.server_rpc import SimServer
+from sim.workers import DecodeNode, PrefillNode, WorkerNode
 
 READY_S = 20.0
 OK = "OK"
