@@ -15,7 +15,6 @@ from sim import faults
 from sim.nodes import Settings
 from sim.world import OK, Request, World, simulate
 
-_LASTS_S = 3.0  # of requests' arrivals and faults
 _ENDS_S, _WHOLE_S = 200.0, 60.0
 # All that a client may be told. What went wrong inside (INTERNAL, DATA_LOSS, FAILED_PRECONDITION) is not among it.
 ALLOWED = (OK, "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "cancelled")
@@ -55,11 +54,17 @@ def make_script(seed: int) -> Script:
         num_pages=rng.choice((24, 64)),
         lease_ms=rng.choice((1000, 10_000)),
         scheduler=scheduler,
-        router=RouterConfig(local_prefill_tokens=rng.choice((0, 0, 8)), max_queue=rng.choice((3, 100))),
+        router=RouterConfig(
+            local_prefill_tokens=rng.choice((0, 0, 8)),
+            max_queue=rng.choice((3, 100)),
+            resumes=rng.choice((0, 1, 1, 3)),
+            prefill_retries=rng.choice((0, 1, 1)),
+        ),
     )
     nodes = [f"p{number + 1}" for number in range(prefill)] + [f"d{number + 1}" for number in range(decode)]
-    events = [_request(rng, number) for number in range(rng.randint(2, 10))]
-    events += [_fault(rng, nodes) for _ in range(rng.randint(1, 8))]
+    lasts_s = rng.choice((0.1, 0.3, 1.0))
+    events = [_request(rng, number, lasts_s) for number in range(rng.randint(2, 10))]
+    events += [_fault(rng, nodes, lasts_s) for _ in range(rng.randint(1, 8))]
     events += [
         Event(event.at_s + rng.uniform(0, 0.2), "cancel", event.who)
         for event in events
@@ -69,7 +74,7 @@ def make_script(seed: int) -> Script:
     return Script(seed, tuple(events), settings, prefill, decode)
 
 
-def _request(rng: Random, number: int) -> Event:
+def _request(rng: Random, number: int, lasts_s: float) -> Event:
     shared = rng.choice((0, 0, 8, 12))
     prompt = [*range(shared), *(rng.randrange(1000) for _ in range(rng.randint(1, 40)))]
     fields: dict[str, Any] = {"prompt": prompt, "num_tokens": rng.choice((1, 2, 5, 12, 25))}
@@ -77,11 +82,11 @@ def _request(rng: Random, number: int) -> Event:
         fields["deadline_s"] = round(rng.uniform(0.01, 3.0), 3)
     if rng.random() < 0.2:
         fields["read_s"] = rng.choice((0.01, 0.1))
-    return Event(round(rng.uniform(0, 0.3 * _LASTS_S), 4), "ask", f"r{number}", fields)
+    return Event(round(rng.uniform(0, lasts_s), 4), "ask", f"r{number}", fields)
 
 
-def _fault(rng: Random, nodes: Sequence[str]) -> Event:
-    at_s = round(rng.uniform(0, 0.4 * _LASTS_S), 4)
+def _fault(rng: Random, nodes: Sequence[str], lasts_s: float) -> Event:
+    at_s = round(rng.uniform(0, 1.3 * lasts_s), 4)
     what = rng.choice((*_NODE_FAULTS, *_LINK_FAULTS, "pages"))
     if what in _NODE_FAULTS:
         own = nodes if what in ("hang", "fill") else (*nodes, "router")
@@ -100,7 +105,7 @@ def play(script: Script) -> World:
     async def scenario(world: World) -> None:
         began = world.loop.time()
         for event in script.events:
-            await world.until(lambda at=event.at_s: world.loop.time() >= began + at, _LASTS_S + 5)
+            await world.until(lambda at=event.at_s: world.loop.time() >= began + at, 5)
             world.say(f"event {event.what} {event.who} {event.value if event.what != 'ask' else ''}")
             Context().run(_happen, world, event)
         await world.until(lambda: not world.live_requests(), _ENDS_S, "the requests end")
