@@ -157,7 +157,7 @@ def test_a_file_is_below_the_environment_and_above_defaults(tmp_path: Path, monk
         (("--pages", "int9"), "--pages is 'int9', must be one of"),
         (("--pages", "bf16:channel"), "--pages"),
         (("--cache-layers", "0-1=windo:3"), "--cache-layers is '0-1=windo:3', must have full, window:W"),
-        (("--kv-memory-mb", "0"), "--kv-memory-mb is 0, must be at least 1"),
+        (("--kv-memory-mb", "-1"), "--kv-memory-mb is -1, must be at least 0"),
         (("--port", "70000"), "--port is 70000, must be from 0 to 65535"),
         (("--set", "engine"), "--set is 'engine', must be SECTION.FIELD=VALUE"),
         (("--set", "engine.colour=red"), "has no field 'colour'"),
