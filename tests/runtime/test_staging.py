@@ -1,6 +1,7 @@
 """Shared memory between the ends of a hand-off: who may attach, when it isn't there, and that nothing is left."""
 
 import asyncio
+import gc
 import os
 import signal
 import stat
@@ -35,7 +36,8 @@ from pageferry.runtime.page_wire import add_page_service, push_call
 from pageferry.runtime.push import PushClient, PushParts
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.staging import OwnRegion, OwnRegions, SharedRegion, SharedRegions, remove_stale
+from pageferry.runtime.shared_regions import SharedRegion, SharedRegions
+from pageferry.runtime.staging import OwnRegion, OwnRegions, remove_stale
 from pageferry.v1 import page_pb2
 
 LAYOUT = small_layout()
@@ -456,3 +458,55 @@ async def test_a_receiver_killed_in_a_push_leaves_nothing(tmp_path: Path) -> Non
     await asyncio.sleep(0)
     assert sorted(place.page for place in released) == [0, 1, 2]
     assert names(tmp_path) == []
+
+
+def mapped(directory: Path) -> list[str]:
+    """Regions that this process has in its memory."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory) in line]
+
+
+async def until_unmapped(directory: Path) -> None:
+    async with asyncio.timeout(60):
+        while mapped(directory):
+            gc.collect()
+            await asyncio.sleep(0.005)
+
+
+async def test_the_memory_of_a_receiver_killed_between_pushes_goes_back(tmp_path: Path) -> None:
+    source = MemoryPages(LAYOUT, 3, seed=1)
+    with ThreadPoolExecutor(1) as executor, peer("receive", str(tmp_path)) as process:
+        assert process.stdout is not None
+        port = await asyncio.get_running_loop().run_in_executor(None, process.stdout.readline)
+        config = HandoffConfig(transport="shm", lease_ms=50)
+        parts = PushParts(source, executor, config, NoOpTracer(), SharedRegions(tmp_path))
+        async with open_channel(f"127.0.0.1:{port.strip()}", NoOpTracer()) as channel:
+            async with PushClient(channel, TICKET, REQUEST, parts, lambda places: None) as push:
+                await push.open()
+                await push.ship(numbered(3))
+                await push.commit(12, None)
+                assert len(mapped(tmp_path)) == 1
+            del push
+            process.kill()
+            await until_unmapped(tmp_path)
+            assert parts.regions.get(channel) is None
+
+
+async def test_a_region_in_use_is_kept_however_long(tmp_path: Path) -> None:
+    source = MemoryPages(LAYOUT, 3, seed=1)
+    with ThreadPoolExecutor(1) as executor:
+        regions = OwnRegions(executor, 60, directory=tmp_path)
+        config = HandoffConfig(transport="shm", lease_ms=1)
+        parts = PushParts(source, executor, config, NoOpTracer(), SharedRegions(tmp_path))
+        async with receiver(regions) as (desk, _, channel):
+            await push_again(desk, channel, parts)
+            desk.grant, desk.frames = None, []
+            async with PushClient(channel, TICKET, REQUEST, parts, lambda places: None) as push:
+                await push.open()
+                region = parts.regions.get(channel)
+                assert region is not None
+                await asyncio.sleep(0.05)
+                assert parts.regions.get(channel) is region
+                await push.ship(numbered(3))
+                await push.commit(12, None)
+            while parts.regions.get(channel) is not None:  # noqa: ASYNC110 - a timer's doing
+                await asyncio.sleep(0.001)

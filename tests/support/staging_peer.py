@@ -17,7 +17,8 @@ from pageferry.runtime.page_wire import add_page_service
 from pageferry.runtime.push import PushClient, PushParts
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.staging import OwnRegions, SharedRegions
+from pageferry.runtime.shared_regions import SharedRegions
+from pageferry.runtime.staging import OwnRegions
 
 
 async def send(address: str, directory: Path) -> None:

@@ -10,7 +10,8 @@ from typing import Protocol
 from pageferry.core.layout import MAX_FRAME_BYTES, CacheLayout, PageKey, Place
 from pageferry.core.page_io import PageRun, PageSource
 from pageferry.runtime.page_wire import write_frames
-from pageferry.runtime.staging import STAGED_BYTES, SharedRegion
+from pageferry.runtime.shared_regions import SharedRegion
+from pageferry.runtime.staging import STAGED_BYTES
 from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PageFrame, PageKind, PushRequest, StagedPages
 
 Pages = Sequence[tuple[PageKey, Place]]

@@ -34,7 +34,7 @@ from pageferry.runtime.logs import log
 from pageferry.runtime.outbox import Outbox
 from pageferry.runtime.page_wire import push_call
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
-from pageferry.runtime.staging import SharedRegion, SharedRegions
+from pageferry.runtime.shared_regions import SharedRegion, SharedRegions
 from pageferry.v1 import page_pb2
 
 STATUS_TIMEOUT_S = 1.0
@@ -84,6 +84,7 @@ class PushClient:
         self._outbox = Outbox(parts.config.lease_ms / 1000, self._sent, parts.clock)
         self._progress = asyncio.Event()
         self._carrier: Carrier = InlineCarrier(parts.config.max_frames_in_flight, several=False)
+        self._region: SharedRegion | None = None  # that the carrier uses
         self._opened = page_pb2.Opened()
         self.failure: PageferryError | None = None  # what ended the push
         self._compute_has_ended = False
@@ -172,6 +173,8 @@ class PushClient:
                 await self._reader
         finally:
             self._carrier.close()
+            if self._region is not None:
+                self._parts.regions.give_back(self._channel, self._region, self._parts.config.lease_ms / 1000)
             self._end_span()
 
     def _wants_to_share(self) -> bool:
@@ -188,11 +191,14 @@ class PushClient:
         elif opened.HasField("staging"):
             attaching = self._parts.executor.submit(SharedRegion.attach, opened.staging, self._parts.regions.directory)
             region = await asyncio.wrap_future(attaching)
-            self._parts.regions.set(self._channel, region)
+            if region is None:
+                self._parts.regions.has_none(self._channel)
             proof = region.proof if region is not None else b""
             self._outbox.put(page_pb2.PushRequest(attached=page_pb2.StagingAttached(proof=proof)))
         if region is not None and StagedCarrier.carries(self._parts.source.layout):
             self._carrier = StagedCarrier(region, self._progress)
+            self._parts.regions.use(self._channel, region)
+            self._region = region
         elif config.transport == SHM:
             message = "handoff.transport is shm, but the receiver shares no memory with this process"
             raise FailedPreconditionError(message, reason="NO_SHARED_MEMORY")

@@ -1,4 +1,4 @@
-"""Memory that two processes of one host share while one hands pages to the other.
+"""Memory that two processes of one host share while one hands pages to the other: the receiver's side of it.
 
 The receiver makes a region, whose name goes as soon as the sender has it mapped; from then on it ends with the two
 processes. One region serves all pushes of a connection: making one costs more than filling it. A name whose
@@ -16,9 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
-from weakref import WeakKeyDictionary
-
-import grpc
 
 from pageferry.core.errors import invalid
 from pageferry.runtime.logs import log
@@ -32,8 +29,8 @@ REGION_BYTES = HEADER_BYTES + NUM_UNITS * UNIT_BYTES
 STAGED_BYTES = 8 << 20  # of one message: two of them fill a region, and each costs more than the copy of a page
 MAX_REGIONS = 16  # of one receiver; more senders than that send inline
 MAX_STAGED_BYTES = MAX_REGIONS * REGION_BYTES  # that a receiver may come to share
-_SECRET_BYTES = 16
-_PREFIX = "pageferry-"
+SECRET_BYTES = 16
+PREFIX = "pageferry-"
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -41,13 +38,13 @@ class OwnRegion:
     """A receiver's region, which it only reads. `create` and the first use block: not on the event loop."""
 
     def __init__(self, path: Path, file: int, num_bytes: int) -> None:
-        self.proof = secrets.token_bytes(_SECRET_BYTES)
+        self.proof = secrets.token_bytes(SECRET_BYTES)
         self.num_users = 0
         self.is_attached = False
         self.idle: asyncio.TimerHandle | None = None
         self._path = path
         self._file = file
-        nonce = secrets.token_bytes(_SECRET_BYTES)
+        nonce = secrets.token_bytes(SECRET_BYTES)
         self.offer = StagingOffer(name=path.name, nonce=nonce, num_bytes=num_bytes)
         # All of it is allocated at once: a full /dev/shm is an error here, and no SIGBUS later.
         os.posix_fallocate(file, 0, num_bytes)
@@ -57,7 +54,7 @@ class OwnRegion:
     @classmethod
     def create(cls, directory: Path, num_bytes: int) -> Self:
         """OSError where it can't be: no such directory, no room, no permission."""
-        path = directory / f"{_PREFIX}{secrets.token_hex(8)}"
+        path = directory / f"{PREFIX}{secrets.token_hex(8)}"
         file = os.open(path, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # while the name is there: see `remove_stale`
@@ -157,86 +154,16 @@ class OwnRegions:
         self._regions.pop(region.proof, None)
 
 
-class SharedRegion:
-    """A region as its sender has it: room to put pages into, shared by all pushes of a connection."""
-
-    def __init__(self, memory: mmap.mmap, proof: bytes) -> None:
-        self.proof = proof
-        self.memory = memoryview(memory)
-        self.waiting: set[asyncio.Event] = set()  # to be set when there is more room
-        self._num_units = (len(memory) - HEADER_BYTES) // UNIT_BYTES
-        self._used = 0  # bit set of units
-
-    @classmethod
-    def attach(cls, offer: StagingOffer, directory: Path) -> Self | None:
-        """Blocks. None where it isn't there, isn't the receiver's, isn't ours alone, or is too small for a message."""
-        if not offer.name.startswith(_PREFIX) or "/" in offer.name or offer.num_bytes < HEADER_BYTES + STAGED_BYTES:
-            return None
-        with suppress(OSError, ValueError), _opened(directory / offer.name) as file:
-            status = os.fstat(file)
-            secret = os.pread(file, 2 * _SECRET_BYTES, 0)
-            is_ours = status.st_uid == os.geteuid() and status.st_mode & 0o077 == 0
-            if (
-                is_ours
-                and status.st_size >= offer.num_bytes
-                and hmac.compare_digest(secret[:_SECRET_BYTES], offer.nonce)
-            ):
-                memory = mmap.mmap(file, offer.num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-                os.unlink(directory / offer.name)  # as the receiver does, unless it is killed before it hears of it
-                return cls(memory, secret[_SECRET_BYTES:])
-        return None
-
-    def take(self, num_bytes: int) -> int | None:
-        """Where so many bytes are free; None where they are not, side by side."""
-        units = _units(num_bytes)
-        for first in range(self._num_units - units.bit_length() + 1):
-            if not self._used & units << first:
-                self._used |= units << first
-                return HEADER_BYTES + first * UNIT_BYTES
-        return None
-
-    def give_back(self, start: int, num_bytes: int) -> None:
-        self._used &= ~(_units(num_bytes) << (start - HEADER_BYTES) // UNIT_BYTES)
-        for event in self.waiting:
-            event.set()
-
-
-class SharedRegions:
-    """The regions that a sender has attached, by connection; None where it could not."""
-
-    def __init__(self, directory: Path = DIRECTORY) -> None:
-        self.directory = directory
-        self._regions: WeakKeyDictionary[grpc.aio.Channel, SharedRegion | None] = WeakKeyDictionary()
-
-    def get(self, channel: grpc.aio.Channel) -> SharedRegion | None:
-        return self._regions.get(channel)
-
-    def set(self, channel: grpc.aio.Channel, region: SharedRegion | None) -> None:
-        if region is not None:
-            self._regions[channel] = region
-        else:
-            self._regions.setdefault(channel, None)
-
-    def is_apart(self, channel: grpc.aio.Channel) -> bool:
-        """Whether its receiver's memory could never be attached: it would make a region for nothing at each push."""
-        return channel in self._regions and self._regions[channel] is None
-
-
 def remove_stale(directory: Path) -> None:
     """Remove names that no living process holds, told by their locks: process ids mean nothing across containers."""
-    for path in directory.glob(_PREFIX + "*"):
-        with suppress(OSError), _opened(path) as file:
+    for path in directory.glob(PREFIX + "*"):
+        with suppress(OSError), opened(path) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
 
 
-def _units(num_bytes: int) -> int:
-    """A bit for each unit that so many bytes take."""
-    return (1 << -(-num_bytes // UNIT_BYTES)) - 1
-
-
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def opened(path: Path) -> Iterator[int]:
     file = os.open(path, _OPEN_FLAGS)
     try:
         yield file
