@@ -24,6 +24,9 @@ class LiveRequests:
     def __contains__(self, work_id: str) -> bool:
         return work_id in self._generations
 
+    def get(self, work_id: str) -> Generation | None:
+        return self._generations.get(work_id)
+
     @contextmanager
     def hold(self, work_id: str, generation: Generation) -> Iterator[None]:
         """A request is live inside the block."""
