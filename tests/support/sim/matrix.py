@@ -2,14 +2,12 @@
 
 import asyncio
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pageferry.runtime.page_wire import read_request
 from sim.columns import DEADLINE, VICTIMS, Fault, Target
 from sim.faults import CHANGES, tamper_once
-from sim.network import Frame
-from sim.states import FIRST_PAGE, LAST_PAGE, NUM_PROMPT, OPENED, STATES, State, arm
+from sim.states import MESSAGES, NUM_PROMPT, STATES, State, arm
 from sim.world import OK, Request, World, simulate
 
 _ENDS_S = 150.0  # longest of a request under any fault
@@ -56,7 +54,7 @@ def cases() -> list[Case]:
         for state in STATES
         if applies(state, victim)
     ]
-    pages = [Case(state, change, "pages") for change in CHANGES for state in (OPENED, FIRST_PAGE, LAST_PAGE)]
+    pages = [Case(state, change, "pages") for change in CHANGES for state in MESSAGES]
     return process + pages
 
 
@@ -110,7 +108,9 @@ async def _play(world: World, case: Case, deadline_s: float | None) -> tuple[Out
         target = Target(world, request, name)
         if isinstance(case.fault, str):
             prefill = victim_of(world, request, "prefill")
-            tamper_once(world.network.link(prefill, name), case.fault, world.rng, _carries(case.state))
+            wanted = MESSAGES[case.state]
+            link = world.network.link(prefill, name)
+            tamper_once(link, case.fault, world.rng, lambda frame: wanted(read_request(frame.payload)))
         else:
             case.fault.strike(target)
         struck_at.append(world.loop.time())
@@ -142,16 +142,6 @@ async def _check_recovery(world: World) -> None:
     await world.until_as_before(5)
 
 
-def _carries(state: State) -> Callable[[Frame], bool]:
-    """The next message of pages; once all are there, the commit."""
-
-    def wanted(frame: Frame) -> bool:
-        is_pages = isinstance(read_request(frame.payload), list)
-        return is_pages or state is LAST_PAGE
-
-    return wanted
-
-
 def _allowed(case: Case) -> tuple[str, ...]:
     """What a request may end with: a fault of a worker loses nothing."""
     if case.victim == "router":
@@ -177,10 +167,10 @@ def _words(world: World, request: Request) -> str:
 def report(outcomes: dict[Case, Outcome]) -> str:
     """All of it as Markdown: what the states and faults are, and a table for each victim."""
     faults = {fault.name: fault.what for own in VICTIMS.values() for fault in own}
-    parts = ["## States", *(f"* **{state.name}**: {state.what}" for state in STATES)]
-    parts += ["", "## Faults", *(f"* **{name}**: {what}" for name, what in faults.items())]
+    parts = ["## States", "", *(f"* **{state.name}**: {state.what}" for state in STATES)]
+    parts += ["", "## Faults", "", *(f"* **{name}**: {what}" for name, what in faults.items())]
     for victim in (*VICTIMS, "pages"):
-        title = "Messages of pages" if victim == "pages" else victim.capitalize()
+        title = "Messages of a push" if victim == "pages" else victim.capitalize()
         parts += ["", f"## {title}", "", _table(outcomes, victim)]
     return "\n".join(parts) + "\n"
 

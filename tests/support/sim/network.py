@@ -196,14 +196,14 @@ class Connection:
         side = self._sides[index]
         if not side.is_open:
             return
-        silent_s = self._loop.time() - side.last_heard + 1e-6
+        silent_s = self._loop.time() - side.last_heard
         if silent_s >= (KEEPALIVE_MS + KEEPALIVE_TIMEOUT_MS) / 1000:
             self.close(index, "keepalive watchdog timeout")
         elif silent_s >= KEEPALIVE_MS / 1000:
             self.send(Frame(Kind.PING), to_server=index == 0)
             side.end.process.later(KEEPALIVE_TIMEOUT_MS / 1000, self._keep_alive, index)
         else:
-            side.end.process.later(max(0.001, KEEPALIVE_MS / 1000 - silent_s), self._keep_alive, index)
+            side.end.process.later(KEEPALIVE_MS / 1000 - silent_s + 0.001, self._keep_alive, index)
 
 
 class Network:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pageferry.core.config import RouterConfig
 from pageferry.runtime.page_wire import read_request
@@ -63,6 +64,10 @@ def _pages(number: int) -> Callable[[], Seen]:
     return watch
 
 
+def _has_page(request: Any, index: int) -> bool:
+    return isinstance(request, list) and any(frame.header.page_index == index for frame in request)
+
+
 def _is_push(sight: Sight) -> bool:
     return sight.frame.method.endswith("/Push") and sight.frame.kind is Kind.MESSAGE and sight.to_server
 
@@ -117,8 +122,12 @@ QUEUED = State("queued", "it waits in the router's queue", None, _NARROW, num_ah
 OPENED = State(
     "opened", "the decode worker has taken the push", _frame("/Push", Kind.MESSAGE, to_server=False, arrived=False)
 )
-FIRST_PAGE = State("first page", "the first pages are there", _pages(1))
-LAST_PAGE = State("last page", "all pages are there", _pages(_NUM_PAGES))
+# Each is a message of a push that something happens to; the fault waits for it from the push's start on.
+MESSAGES = {
+    replace(OPENED, name="first pages"): lambda request: _has_page(request, 0),
+    replace(OPENED, name="last pages"): lambda request: _has_page(request, _NUM_PAGES - 1),
+    replace(OPENED, name="commit"): lambda request: not isinstance(request, list) and request.HasField("commit"),
+}
 STATES = (
     QUEUED,
     State(
@@ -131,10 +140,10 @@ STATES = (
         "prefill called", "the prefill worker has the call", _frame("/Prefill", Kind.CALL, to_server=True, arrived=True)
     ),
     OPENED,
-    FIRST_PAGE,
+    State("first page", "the first pages are there", _pages(1)),
     State("first token", "the router has the first token", _first_token),
     State("committing", "the commit is under way", _committing),
-    LAST_PAGE,
+    State("last page", "all pages are there", _pages(_NUM_PAGES)),
     State("committed", "the decode worker has taken the commit", _committed),
     State("decoding", "the router has four tokens of the decode worker's", _tokens(4)),
     State(
