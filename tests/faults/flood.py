@@ -158,7 +158,7 @@ def judge(deployment: Deployment, before: dict[str, Sample], result: Result) -> 
             continue
         now = sample(service)
         was = before.get(service.name, now)
-        print(f"flood: {service.name}: {was}, then {now}")
+        print(f"flood: {service.name}: {was if was is not now else 'not watched'}, then {now}")
         if now.own - was.own > max(MAX_GROWTH_BYTES, MAX_GROWTH * was.own):
             result.problems.append(f"{service.name} grew by {(now.own - was.own) / 1e6:.1f} MB")
         errors = [line for line in service.output.splitlines() if '"level": "error"' in line or "Traceback" in line]

@@ -22,6 +22,8 @@ import uvloop
 from chaos.replay import play, shortest
 from chaos.script import KINDS, Script, draw_script
 
+MAX_LINES = 60  # of a script that is printed
+
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=20, help="requests a second, on average")
     parser.add_argument("--faults", default=",".join(KINDS), metavar="KIND,...", help="which are drawn; default: all")
     parser.add_argument("--script", type=Path, metavar="FILE", help="play this instead of what the seed gives")
-    parser.add_argument("--replays", type=int, default=12, help="most replays that a failure is shrunk by; 0: none")
+    parser.add_argument("--replays", type=int, default=16, help="most replays that a failure is shrunk by; 0: none")
     parser.add_argument("--out", type=Path, default=Path("build"), metavar="DIRECTORY", help="where scripts are kept")
     return parser.parse_args()
 
@@ -52,7 +54,9 @@ async def soak(script: Script, out: Path, num_replays: int) -> int:
     if num_replays:
         short = await shortest(script, verdict, say, num_replays)
         path = write(short, path.with_suffix(".short.jsonl"))
-        say(f"the shortest that failed again:\n{short.dump()}")
+        lines = short.dump().splitlines()
+        say(f"the shortest that failed again, {len(lines)} lines:")
+        print("\n".join(lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], "and so on"]))
     say(f"to play it again: python tests/faults/soak.py --script {path}")
     return 1
 

@@ -76,8 +76,8 @@ class Run:
 
     def complain(self, problem: str) -> None:
         """Something is wrong."""
-        at_s = time.monotonic() - self._began
-        if not self.verdict.problems and self._began and at_s < self._script.seconds:
+        at_s = time.monotonic() - self._began if self._began else 0.0
+        if not self.verdict.problems and 0 < at_s < self._script.seconds:
             self.verdict.failed_at_s = at_s
         if len(self.verdict.problems) < MAX_PROBLEMS:
             self.verdict.problems.append(problem)
