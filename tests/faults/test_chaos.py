@@ -141,13 +141,17 @@ class _Call:
 
 
 async def _complaints(
-    events: Sequence[pb.GenerateResponse], status: str, ask: Ask | None = None, *, in_trouble: bool = True
+    events: Sequence[pb.GenerateResponse],
+    status: str,
+    ask: Ask | None = None,
+    *,
+    troubled: Sequence[str] = ("router0",),
 ) -> tuple[str, list[str]]:
     stub = SimpleNamespace(Generate=lambda request, timeout: _Call(events, grpc.StatusCode[status]))
     complaints: list[str] = []
     trouble = Trouble()
-    if in_trouble:
-        trouble.begin("decode0")
+    for who in troubled:
+        trouble.begin(who)
     clients = Clients([stub], [GOLDEN], trouble, complaints.append)  # type: ignore[list-item]
     ended = await clients.ask(ask or Ask(0, 0, 3))
     return ended.outcome, complaints
@@ -195,10 +199,15 @@ async def test_what_is_wrong_is_complained_of(events: Sequence[pb.GenerateRespon
     assert clue in complaints[0]
 
 
-async def test_unavailable_is_wrong_where_all_was_well() -> None:
-    _, complaints = await _complaints(WHOLE[:2], "UNAVAILABLE", in_trouble=False)
-    assert len(complaints) == 1
-    assert complaints[0].endswith("ended with UNAVAILABLE after 2 tokens: why")
+@pytest.mark.parametrize(
+    ("troubled", "is_wrong"),
+    [((), True), (("decode1",), True), (("router1",), True), (("router0",), False), (("decode0", "prefill0"), False)],
+)
+async def test_unavailable_must_have_trouble_to_blame(troubled: Sequence[str], is_wrong: bool) -> None:
+    _, complaints = await _complaints(WHOLE[:2], "UNAVAILABLE", troubled=troubled)
+    assert len(complaints) == is_wrong
+    for complaint in complaints:
+        assert complaint.endswith(f"ended with UNAVAILABLE after 2 tokens, with {list(troubled)} in trouble: why")
 
 
 # Traces.
@@ -236,15 +245,13 @@ def test_trouble_lasts_until_things_have_settled(monkeypatch: pytest.MonkeyPatch
     now = 100.0
     monkeypatch.setattr("chaos.trouble.time.monotonic", lambda: now)
     spell = trouble.begin("decode0")
-    assert trouble.met(150, 151, ["decode0"])
+    assert trouble.between(150, 151) == {"decode0"}
     now = 110.0
     trouble.end(spell)
-    assert trouble.met(105, 120, ["decode0", "router0"])
-    assert trouble.met(110 + SETTLE_S - 1, 120, ["decode0"])
-    assert not trouble.met(111 + SETTLE_S, 120)
-    assert not trouble.met(90, 99)
-    assert trouble.met(105, 120)
-    assert not trouble.met(105, 120, ["decode1"])
+    assert trouble.between(105, 120) == {"decode0"}
+    assert trouble.between(110 + SETTLE_S - 1, 120) == {"decode0"}
+    assert not trouble.between(111 + SETTLE_S, 120)
+    assert not trouble.between(90, 99)
 
 
 # Processes.

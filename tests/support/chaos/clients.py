@@ -15,7 +15,8 @@ from chaos.script import PATIENCE_S, Ask
 from chaos.trouble import Trouble
 from pageferry.v1 import inference_pb2 as pb
 
-# What a request may end with beside success; UNAVAILABLE only while something is wrong somewhere.
+# What a request may end with beside success; UNAVAILABLE only if its router is disturbed, or more than one worker: what
+# one alone had begun, another goes on with.
 ALLOWED = {"UNAVAILABLE", "RESOURCE_EXHAUSTED"}
 _SLOW_READS, _SLOW_S = 12, 0.15
 
@@ -97,9 +98,11 @@ class Clients:
     def _judge_failure(self, ask: Ask, answer: Answer, began: float, error: grpc.aio.AioRpcError) -> None:
         status = error.code().name
         is_late = status == "DEADLINE_EXCEEDED" and ask.timeout_s < PATIENCE_S
-        is_excused = status != "UNAVAILABLE" or self._trouble.met(began, time.monotonic())
+        troubled = self._trouble.between(began, time.monotonic())
+        is_excused = status != "UNAVAILABLE" or f"router{ask.router}" in troubled or len(troubled) > 1
         if not is_late and not (status in ALLOWED and is_excused):
-            self._complain(f"{ask}: ended with {status} after {len(answer.token_ids)} tokens: {error.details()}")
+            what = f"{status} after {len(answer.token_ids)} tokens, with {sorted(troubled)} in trouble"
+            self._complain(f"{ask}: ended with {what}: {error.details()}")
         elif answer.finished is not None and not is_late:  # a client's own clock may run out behind the last event
             self._complain(f"{ask}: ended with {status} after its terminal event")
 

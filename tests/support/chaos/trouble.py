@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 SETTLE_S = 4.0  # after a fault is set right, until connections are back and spans held up have come
@@ -34,11 +33,6 @@ class Trouble:
         """Whether something is wrong with it now."""
         return any(spell.who == who and spell.ended == math.inf for spell in self._spells)
 
-    def met(self, began: float, ended: float, who: Iterable[str] | None = None) -> bool:
-        """Whether one of them (None: anyone) was disturbed at some time between, or had only just been."""
-        names = None if who is None else set(who)
-        return any(
-            spell.began <= ended and spell.ended + SETTLE_S >= began
-            for spell in self._spells
-            if names is None or spell.who in names
-        )
+    def between(self, began: float, ended: float) -> set[str]:
+        """Who was disturbed at some time between, or had only just been."""
+        return {spell.who for spell in self._spells if spell.began <= ended and spell.ended + SETTLE_S >= began}
