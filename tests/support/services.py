@@ -28,6 +28,7 @@ QUICK: Settings = {
     "scheduler.chunk_tokens": "64",
     "scheduler.local_chunk_tokens": "64",
     "engine.num_pages": "1024",
+    "engine.compute_dtype": "fp32",
     "engine.page_format": "fp32",
     "engine.threads": "1",
     "handoff.transport": "inline",

@@ -17,7 +17,7 @@ from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import SamplingParams, StopConditions
 
 NUM_STREAMS = 20
-MAX_TOKENS = 300
+MAX_TOKENS = 800
 
 
 @pytest.mark.field("ai-dynamo/dynamo#7930", "ai-dynamo/dynamo#1930", "ai-dynamo/dynamo#2310")
@@ -26,17 +26,14 @@ async def test_twenty_streams_outlive_one_of_two_decode_workers(linked: Deployme
     expected = await asyncio.gather(*(golden(request) for request in requests))
     streams = [Stream(stub, request) for request in requests]
     await asyncio.gather(*(stream.until(10) for stream in streams))
-    served = [await servers_of(linked, stub, stream.trace_id) for stream in streams]
-    victim = linked.decode[0]
-    caught = [stream for stream, (_, decode) in zip(streams, served, strict=True) if decode is victim]
-    cut_at = [stream.num_tokens for stream in caught if not stream.is_over]
-    victim.kill()
+    linked.decode[0].kill()
     answers = await asyncio.gather(*(stream.rest() for stream in streams))
     assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
     assert [answer.text for answer in answers] == [answer.text for answer in expected]
-    assert len(cut_at) >= NUM_STREAMS // 4, "the other worker had nearly all of them"
-    assert all(10 <= number < MAX_TOKENS for number in cut_at)
-    assert sum([await was_resumed(stub, stream) for stream in caught]) == len(cut_at)
+    spans = [await request_span(stub, stream.trace_id) for stream in streams]
+    resumed_at = [at for span in spans if (at := span.attributes.get("pageferry.resumed_at")) is not None]
+    assert len(resumed_at) >= NUM_STREAMS // 4, "the other worker had nearly all of them"
+    assert all(10 <= at < MAX_TOKENS for at in resumed_at)
 
 
 async def was_resumed(stub: Stub, stream: Stream) -> bool:
