@@ -52,10 +52,24 @@ class Account:
             self._tokens = Bucket(tenant.tokens_per_minute, self._clock())
 
     def check_requests(self) -> None:
-        """Refuse one more request that is over a limit already: to be asked before any work is done."""
+        """Refuse one more request that is over a limit already."""
         if 0 < self.tenant.max_requests <= self._num_live:
             self._refuse("max_requests", f"{self._num_live} are live", self._next_end_s())
         self._check_rate("requests_per_minute", self._requests, 1)
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """Count a request inside the block, before any work is done for it, or refuse it: `live` decides, and counts.
+
+        However many come at once, no more are looked at than may be live.
+        """
+        self.count_request()
+        self._num_live += 1
+        try:
+            yield
+        finally:
+            self._num_live -= 1
+            self._requests.take(-1)
 
     def count_request(self) -> None:
         """One that is over at once."""

@@ -16,7 +16,6 @@ from pageferry.core.errors import (
     NotFoundError,
     PageferryError,
     UnauthenticatedError,
-    UnavailableError,
 )
 from pageferry.core.model_config import ModelConfig
 from pageferry.router.admission import Admission, Admitted
@@ -176,11 +175,9 @@ class Frontend:
 
     async def _admit(self, request: pb.GenerateRequest, caller: Caller, timeline: Timeline, span: Span) -> Admitted:
         """All that may refuse a request, what costs least first."""
-        if self._live.draining:
-            raise UnavailableError("the router is draining", reason="DRAINING")
-        caller.account.check_requests()
-        self._dispatcher.check_room()
-        admitted = await self._admission.admit(request, caller.tenant, caller.salt)
+        with self._live.coming(), caller.account.coming():
+            self._dispatcher.check_room()
+            admitted = await self._admission.admit(request, caller.tenant, caller.salt)
         timeline.parts.tokenize_ms = admitted.tokenize_s * 1000
         describe_request(span, admitted)
         if admitted.work_id in self._live:

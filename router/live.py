@@ -14,12 +14,12 @@ class LiveRequests:
 
     def __init__(self) -> None:
         self.draining = False
+        self._num_coming = 0
         self._generations: dict[str, Generation] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        return len(self._generations)
+        return self._num_coming + len(self._generations)
 
     def __contains__(self, work_id: str) -> bool:
         return work_id in self._generations
@@ -28,16 +28,26 @@ class LiveRequests:
         return self._generations.get(work_id)
 
     @contextmanager
+    def coming(self) -> Iterator[None]:
+        """A request is looked at inside the block: a drain waits for it. UnavailableError once one has begun."""
+        if self.draining:
+            raise UnavailableError("the router is draining", reason="DRAINING")
+        self._num_coming += 1
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
+            self._changed.set()
+
+    @contextmanager
     def hold(self, work_id: str, generation: Generation) -> Iterator[None]:
         """A request is live inside the block."""
         self._generations[work_id] = generation
-        self._idle.clear()
         try:
             yield
         finally:
             del self._generations[work_id]
-            if not self._generations:
-                self._idle.set()
+            self._changed.set()
 
     async def drain(self, grace_s: float) -> int:
         """Take nothing more, let live requests end, and end what still lives after `grace_s` with UnavailableError.
@@ -47,7 +57,9 @@ class LiveRequests:
         self.draining = True
         try:
             async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+                while len(self):
+                    self._changed.clear()
+                    await self._changed.wait()
             return 0
         except TimeoutError:
             pass

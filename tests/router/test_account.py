@@ -54,6 +54,20 @@ def test_requests_at_once() -> None:
             assert refusal(busy).retry_after_ms == 1500, "of two that take 3 s, one ends every 1.5 s"
 
 
+def test_those_that_are_still_looked_at_count() -> None:
+    for limit, reason in (
+        ("max_requests", "TENANT_MAX_REQUESTS"),
+        ("requests_per_minute", "TENANT_REQUESTS_PER_MINUTE"),
+    ):
+        busy = account(Clock(), **{limit: 1})
+        with busy.coming():
+            with pytest.raises(ResourceExhaustedError) as caught, busy.coming():
+                pass
+            assert caught.value.reason == reason
+        with busy.live(1, 1):  # what was only looked at has used nothing
+            pass
+
+
 def test_requests_a_minute() -> None:
     clock = Clock()
     limited = account(clock, requests_per_minute=60)

@@ -170,6 +170,27 @@ async def test_limits_are_told_with_when_to_come_again(tiny_model: Path, path: P
         assert (await to.generate(ACME)).text == "str"
 
 
+async def test_no_more_are_looked_at_than_may_be_live(
+    tiny_model: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with door(tiny_model, path, "max_requests = 1") as to:
+        asked, gate = asyncio.Event(), asyncio.Event()
+
+        async def render(messages: object) -> str:
+            asked.set()
+            await gate.wait()
+            return "Hello"
+
+        monkeypatch.setattr(to.router.tokenizer.template, "render_async", render)
+        chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")])
+        first = asyncio.create_task(to.generate(ACME, prompt=None, chat=chat))
+        await asked.wait()
+        assert (await refusal(to.generate(ACME)))[1] == "TENANT_MAX_REQUESTS"
+        gate.set()
+        assert (await first).text == "str"
+        assert (await to.generate(ACME)).text == "str"
+
+
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [

@@ -560,6 +560,29 @@ async def test_draining_lets_live_requests_end_and_then_ends_them(rig: Make) -> 
         await router.check_idle()
 
 
+async def test_a_drain_waits_for_a_request_that_is_still_looked_at(rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig() as router:
+        asked, gate = asyncio.Event(), asyncio.Event()
+
+        async def render(messages: object) -> str:
+            asked.set()
+            await gate.wait()
+            return "Hello"
+
+        monkeypatch.setattr(router.tokenizer.template, "render_async", render)
+        request = pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")]))
+        request.stop.max_tokens = 5
+        coming = asyncio.create_task(router.generate(request))
+        await asked.wait()
+        draining = asyncio.create_task(router.frontend.drain(grace_s=60))
+        await router.until(lambda: not router.frontend.ready)
+        assert router.frontend.num_live == 1
+        gate.set()
+        assert (await coming).token_ids == TOKENS[:5]
+        assert await draining == 0
+        assert router.frontend.num_live == 0
+
+
 async def test_spans_of_a_request_are_one_tree(rig: Make) -> None:
     async with rig() as router:
         await router.generate(ask(request_id="traced"))
