@@ -20,6 +20,7 @@ from opentelemetry.trace import NoOpTracer
 from pageferry.core.config import ServerConfig
 from pageferry.core.errors import InvalidArgumentError, PermissionDeniedError
 from pageferry.core.security import SecurityConfig
+from pageferry.runtime import metrics
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.metrics import WorkerMetrics
@@ -268,6 +269,22 @@ def test_metrics_are_for_who_has_a_certificate(
             urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60)
         server_identity.replace_by(other.issue("new-server"))
         assert b"pageferry_pages" in fetch(other, caller)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_silent_connections_to_metrics_are_closed(
+    authority: Authority,
+    server_identity: Identity,
+    encrypted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(metrics, "SILENCE_S", 0.05)
+    port = free_port()
+    WorkerMetrics().serve("127.0.0.1", port, files_of(authority, server_identity) if encrypted else None)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
+        assert silent.recv(1) == b""
+    assert capfd.readouterr().err == ""
 
 
 def test_files_that_can_not_be_used_are_named(

@@ -12,6 +12,7 @@ from pageferry.v1.inference_pb2 import WorkerLoad
 # The largest finite bucket is above our longest deadline, the smallest below our fastest answer.
 _REQUEST_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+SILENCE_S = 10.0  # of a connection, whose thread then ends
 OUTCOMES = (
     "stop",
     "length",
@@ -62,17 +63,24 @@ class Metrics:
 
     def serve(self, host: str, port: int, certificates: Certificates | None = None) -> None:
         """Answer /metrics on its own port and thread until the process ends; with certificates, as peers are."""
-        if certificates is None:
-            start_http_server(port, host, self.registry)
-            return
-        files = certificates.files
-        ca = files.ca or None
-        server, _ = start_http_server(
-            port, host, self.registry, files.cert, files.key, ca, client_auth_required=ca is not None
-        )
-        listener: Any = server.socket
-        listener.do_handshake_on_connect = False  # each connection's thread does: a silent one holds up no other
-        certificates.follow(listener.context)
+        shown: dict[str, Any] = {}
+        if certificates is not None:
+            files = certificates.files
+            ca = files.ca or None
+            shown = {
+                "certfile": files.cert,
+                "keyfile": files.key,
+                "client_cafile": ca,
+                "client_auth_required": bool(ca),
+            }
+        server: Any = start_http_server(port, host, self.registry, **shown)[0]
+        server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": SILENCE_S})
+        server.handle_error = lambda *_: None  # of a connection that broke, by whomever: it would print a traceback
+        if certificates is not None:
+            server.socket.do_handshake_on_connect = (
+                False  # each connection's thread does: a silent one holds up no other
+            )
+            certificates.follow(server.socket.context)
 
 
 class RouterMetrics(Metrics):
