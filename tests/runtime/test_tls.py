@@ -4,9 +4,10 @@ import asyncio
 import http.client
 import socket
 import ssl
+import threading
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,42 @@ def test_silent_connections_to_metrics_are_closed(
     with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
         assert silent.recv(1) == b""
     assert capfd.readouterr().err == ""
+
+
+def test_no_session_outlives_the_authority_that_let_it_in(
+    authority: Authority, server_identity: Identity, caller: Identity, tmp_path: Path
+) -> None:
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(authority.cert.read_bytes())
+    certificates = Certificates(TlsFiles(str(server_identity.cert), str(server_identity.key), str(trusted)))
+    serving = certificates.for_http(require_clients=True)
+    asking = files_of(authority, caller).for_http_client()
+
+    def connect(session: ssl.SSLSession | None) -> tuple[ssl.SSLSession | None, bytes]:
+        ours, theirs = socket.socketpair()
+
+        def answer() -> None:
+            with suppress(OSError), serving.wrap_socket(theirs, server_side=True) as connection:
+                connection.sendall(connection.recv(1))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        try:
+            with asking.wrap_socket(ours, server_hostname="127.0.0.1", session=session) as connection:
+                connection.sendall(b"x")
+                return connection.session, connection.recv(1)
+        finally:
+            answering.join()
+
+    session, answered = connect(None)
+    assert answered == b"x"
+    trusted.write_bytes(Authority(tmp_path, "other").cert.read_bytes())
+    with pytest.raises(OSError):
+        connect(session)
+    asking.maximum_version = ssl.TLSVersion.TLSv1_2
+    trusted.write_bytes(authority.cert.read_bytes())
+    with pytest.raises(OSError):
+        connect(None)
 
 
 def test_files_that_can_not_be_used_are_named(

@@ -103,6 +103,10 @@ class Certificates:
     def follow(self, context: ssl.SSLContext) -> None:
         """Let each new connection of a server's context have what the files hold then."""
         shown, current = self.now, context
+        if context.verify_mode is ssl.CERT_REQUIRED:
+            # Who resumes a session shows no certificate, and would be let in by whom the files trusted when it began.
+            # The library can't be kept from resuming one of TLS 1.2.
+            context.minimum_version, context.num_tickets = ssl.TLSVersion.TLSv1_3, 0
 
         def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
             nonlocal shown, current
