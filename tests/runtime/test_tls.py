@@ -239,6 +239,20 @@ async def test_a_connection_with_old_certificates_is_closed_after_its_last_call(
             assert [message async for message in next_stream]
 
 
+async def test_stubs_of_one_method_read_answers_each_in_their_way(
+    authority: Authority, server_identity: Identity, caller: Identity
+) -> None:
+    async with (
+        serving(security_of(server_identity, authority)) as server,
+        channel_to(server, files_of(authority, caller)) as channel,
+    ):
+        path, asked = "/grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest()
+        read = health_pb2.HealthCheckResponse.FromString
+        reading = channel.unary_unary(path, health_pb2.HealthCheckRequest.SerializeToString, read)
+        passing = channel.unary_unary(path, health_pb2.HealthCheckRequest.SerializeToString)
+        assert await reading(asked) == read(await passing(asked))
+
+
 async def test_several_addresses_need_a_name_of_their_own(
     authority: Authority, server_identity: Identity, caller: Identity
 ) -> None:

@@ -6,6 +6,7 @@ old one, which is closed after the last of them.
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
@@ -16,14 +17,13 @@ from pageferry.runtime.tls import Certificates, Loaded, channel_credentials, cha
 Options = tuple[tuple[str, int | str], ...]
 
 
+@dataclass(slots=True, eq=False)
 class _Connection:
-    """One channel of the library's, and the calls made on it."""
+    """One channel of the library's, and the number of calls on it."""
 
-    def __init__(self, channel: grpc.aio.Channel, loaded: Loaded) -> None:
-        self.channel = channel
-        self.loaded = loaded
-        self.calls: dict[tuple[str, Any], Callable[..., Any]] = {}
-        self.num_live = 0
+    channel: grpc.aio.Channel
+    loaded: Loaded
+    num_live: int = 0
 
 
 class SecureChannel(grpc.aio.Channel):
@@ -52,6 +52,7 @@ class SecureChannel(grpc.aio.Channel):
     async def close(self, grace: float | None = None) -> None:
         for connection in (self._current, *self._retired):
             await connection.channel.close(grace)
+        await asyncio.gather(*self._closing)
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         return self._current.channel.get_state(try_to_connect)
@@ -76,10 +77,7 @@ class SecureChannel(grpc.aio.Channel):
     def _made(self, kind: str, method: Any, args: Any, kwargs: Any) -> Callable[..., Any]:
         def begin(*call_args: Any, **call_options: Any) -> Any:
             connection = self._renewed()
-            make = connection.calls.get((kind, method))
-            if make is None:
-                make = connection.calls[kind, method] = getattr(connection.channel, kind)(method, *args, **kwargs)
-            call = make(*call_args, **call_options)
+            call = getattr(connection.channel, kind)(method, *args, **kwargs)(*call_args, **call_options)
             connection.num_live += 1
             call.add_done_callback(lambda _: self._ended(connection))
             return call
