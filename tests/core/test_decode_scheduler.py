@@ -26,6 +26,7 @@ def test_a_prompt_is_computed_here_in_short_chunks_beside_streams() -> None:
     driver.check_idle()
 
 
+@pytest.mark.field("sgl-project/sglang#32549", "ROCm/ATOM#1835", "sgl-project/sglang#34623")
 def test_streams_get_a_token_each_step_while_huge_prompts_are_computed() -> None:
     driver = decode(num_pages=1200, local_chunk_tokens=128)
     stream = sequence(prompt(20, 1), max_tokens=200)
@@ -43,6 +44,7 @@ def test_streams_get_a_token_each_step_while_huge_prompts_are_computed() -> None
     driver.check_idle()
 
 
+@pytest.mark.field("sgl-project/sglang#32549", "ROCm/ATOM#1835", "sgl-project/sglang#34623")
 def test_streams_get_a_token_each_step_while_a_preempted_prompt_is_computed_again() -> None:
     driver = decode(num_pages=320, local_chunk_tokens=128, headroom_pages=0)
     stream, victim = sequence(prompt(20, 1), max_tokens=300, priority=-1), sequence(prompt(4096, 2), 20, priority=1)
@@ -60,6 +62,7 @@ def test_streams_get_a_token_each_step_while_a_preempted_prompt_is_computed_agai
     driver.check_idle()
 
 
+@pytest.mark.field("sgl-project/sglang#32549", "ROCm/ATOM#1835", "sgl-project/sglang#34623")
 def test_a_short_local_prompt_does_not_wait_for_a_huge_one() -> None:
     driver = decode(num_pages=400, local_chunk_tokens=128)
     huge, short = sequence(prompt(4096, 1), max_tokens=2), sequence(prompt(32, 2), max_tokens=2, arrival=0.1)
@@ -71,6 +74,7 @@ def test_a_short_local_prompt_does_not_wait_for_a_huge_one() -> None:
     driver.check_golden(short)
 
 
+@pytest.mark.field("vllm-project/vllm#35541", "vllm-project/vllm#39734", "RBLN-SW/vllm-rbln#957")
 def test_an_impossible_request_is_refused_at_once_and_holds_nobody_up() -> None:
     usable = 50 * 16
     for num_tokens in (usable - 1, usable, usable + 1, 1002):

@@ -13,6 +13,12 @@ def work(num_prompt: int = 1, *, max_tokens: int = 1, token_id: int = 5, **field
     return WorkItem("r", (token_id,) * num_prompt, SamplingParams(), stop, **fields)
 
 
+@pytest.mark.field(
+    "vllm-project/vllm#16445",
+    "EleutherAI/lm-evaluation-harness#2880",
+    "vllm-project/vllm#33418",
+    "vllm-project/vllm#36789",
+)
 def test_what_just_fits_is_taken() -> None:
     LIMITS.check(work(2047))
     LIMITS.check(work(3, max_tokens=2045, token_id=999, stop_ids=(0, 999), output_ids=(1,)))
@@ -29,6 +35,12 @@ def test_what_just_fits_is_taken() -> None:
         (work(max_tokens=2, output_ids=(1, 1000)), "output_ids", ("1000",)),
         (work(max_tokens=2, output_ids=(1, 2)), "output_ids", ("2",)),
     ],
+)
+@pytest.mark.field(
+    "vllm-project/vllm#16445",
+    "EleutherAI/lm-evaluation-harness#2880",
+    "vllm-project/vllm#33418",
+    "vllm-project/vllm#36789",
 )
 def test_what_does_not_fit_is_refused_with_the_field_and_the_numbers(
     item: WorkItem, field: str, counts: tuple[str, ...]

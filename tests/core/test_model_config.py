@@ -68,6 +68,7 @@ def test_a_llama_configuration() -> None:
     )
 
 
+@pytest.mark.field("vllm-project/vllm#2622", "NVIDIA/TensorRT-LLM#5912", "deepspeedai/DeepSpeed#8389")
 def test_the_head_size_that_the_configuration_names_wins() -> None:
     assert from_hf(head_dim=32).head_dim == 32
     assert from_hf(head_dim=None).head_dim == 16
@@ -79,6 +80,7 @@ def test_every_end_id_of_model_and_generation_config_counts() -> None:
     assert from_hf({}, eos_token_id=None).eos_ids == ()
 
 
+@pytest.mark.field("Blaizzy/mlx-vlm#1710", "huggingface/text-generation-inference#816", "vllm-project/vllm#10293")
 def test_rope_is_read_in_both_spellings() -> None:
     llama3 = {
         "factor": 8.0,
@@ -147,6 +149,14 @@ WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window":
         (WINDOWED | {"num_hidden_layers": 2**31 - 1}, "num_layers is 2147483647, must be at most 1000"),
         ({"sliding_window": 2**40, "model_type": "mistral"}, "sliding_window is 1099511627776"),
     ],
+)
+@pytest.mark.field(
+    "vllm-project/vllm#2622",
+    "NVIDIA/TensorRT-LLM#5912",
+    "deepspeedai/DeepSpeed#8389",
+    "Blaizzy/mlx-vlm#1710",
+    "huggingface/text-generation-inference#816",
+    "vllm-project/vllm#10293",
 )
 def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):

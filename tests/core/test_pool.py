@@ -65,6 +65,7 @@ def test_the_last_owner_frees_a_page() -> None:
 
 
 @pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.field("sgl-project/mini-sglang#52", "Avarok-Cybersecurity/atlas#158", "Avarok-Cybersecurity/atlas#373")
 def test_a_double_free_raises_and_harms_nothing(cached: bool) -> None:
     pool = PagePool(2)
     pages = allocate(pool, 1)
@@ -140,6 +141,7 @@ def test_eviction_takes_the_least_recently_used_and_the_end_of_a_prompt_first() 
         assert sorted(pool.cached_hashes()) == [HASHES[index] for index in remaining]
 
 
+@pytest.mark.field("sgl-project/mini-sglang#52", "Avarok-Cybersecurity/atlas#158", "Avarok-Cybersecurity/atlas#373")
 def test_pages_in_use_are_never_evicted_under_a_flood() -> None:
     pool = PagePool(16)
     prefix = allocate(pool, 10)

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 from chain_model import golden
 from scheduling import decode, hold, layout, prompt, receive, reserve, sequence, stepped
 
@@ -14,6 +15,7 @@ from pageferry.core.sequence import Sequence, SequenceStatus
 from pageferry.core.sequence_queues import RETRY_S, SequenceQueue
 
 
+@pytest.mark.field("vllm-project/vllm#49674", "vllm-project/vllm-ascend#16315")
 def test_preemption_takes_the_latest_and_no_more_than_needed() -> None:
     driver = decode(num_pages=8, headroom_pages=0)
     streams = [sequence(prompt(28, number), max_tokens=40, arrival=number) for number in range(4)]
@@ -32,6 +34,7 @@ def test_preemption_takes_the_latest_and_no_more_than_needed() -> None:
     driver.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#49674", "vllm-project/vllm-ascend#16315")
 def test_page_shortage_with_late_frees_preempts_no_more_and_goes_on() -> None:
     driver = decode(num_pages=16, headroom_pages=0)
     streams = [sequence(prompt(28, number), max_tokens=60, arrival=number) for number in range(8)]
@@ -58,6 +61,7 @@ def test_page_shortage_with_late_frees_preempts_no_more_and_goes_on() -> None:
     driver.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#49674", "vllm-project/vllm-ascend#16315")
 def test_pages_that_copies_hold_are_not_preempted_for() -> None:
     driver = decode(num_pages=4, headroom_pages=0)
     streams = [sequence(prompt(32, number), max_tokens=20, arrival=number) for number in range(2)]
@@ -73,6 +77,7 @@ def test_pages_that_copies_hold_are_not_preempted_for() -> None:
     driver.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm-gaudi#524", "LMCache/LMCache#1361")
 def test_preempted_twice_the_output_is_the_same_and_stays_output() -> None:
     driver = decode(num_pages=10, headroom_pages=0)
     victim = sequence(prompt(40, 1), max_tokens=80, arrival=5.0)
@@ -93,6 +98,7 @@ def test_preempted_twice_the_output_is_the_same_and_stays_output() -> None:
     driver.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#25780")
 def test_recomputing_reuses_what_is_still_cached_but_counts_no_hit() -> None:
     driver = decode(num_pages=20, max_num_seqs=1)
     victim = sequence(prompt(40, 1), max_tokens=30, priority=1)
@@ -110,6 +116,7 @@ def test_recomputing_reuses_what_is_still_cached_but_counts_no_hit() -> None:
     driver.check_golden(victim)
 
 
+@pytest.mark.field("vllm-project/vllm#45561", "vllm-project/vllm#40004", "vllm-project/vllm#54530")
 def test_urgent_work_takes_a_slot_from_the_lowest_and_equals_never_swap() -> None:
     for pushed in (False, True):
         driver = decode(num_pages=640, max_num_seqs=4)
@@ -201,6 +208,7 @@ def test_the_margin_doubles_with_each_preemption_up_to_what_the_others_may_need(
     assert margins == [[0, 2, 4], [4, 4, 6], [6, 6, 10], [10, 10, 18], [18, 18, 34]]
 
 
+@pytest.mark.field("sgl-project/mini-sglang#52", "Avarok-Cybersecurity/atlas#158", "Avarok-Cybersecurity/atlas#373")
 def test_a_shared_prefix_survives_a_flood_and_a_preemption() -> None:
     driver = decode(num_pages=40, local_chunk_tokens=64, headroom_pages=0)
     shared = prompt(160, 1)

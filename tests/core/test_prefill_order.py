@@ -24,6 +24,7 @@ def test_a_lower_priority_number_goes_before_a_shorter_prompt() -> None:
     assert [shares(driver.step())[0][0] for _ in range(3)] == [urgent, urgent, short]
 
 
+@pytest.mark.field("sgl-project/sglang#32549", "ROCm/ATOM#1835", "sgl-project/sglang#34623")
 def test_a_short_prompt_overtakes_a_huge_one_within_a_chunk() -> None:
     driver = prefill(num_pages=2100, chunk_tokens=256)
     huge = sequence(prompt(32_768, 1), arrival=0.0)

@@ -45,6 +45,7 @@ def test_tokens_already_emitted_are_part_of_the_prompt() -> None:
 
 @pytest.mark.parametrize("num_tokens", [63, 64, 65, 127, 128])
 @pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.field("sgl-project/sglang#27004")
 def test_pages_taken_are_those_of_the_prompt(num_tokens: int, cached: bool) -> None:
     driver = prefill()
     for _ in range(1 + cached):
@@ -58,6 +59,7 @@ def test_pages_taken_are_those_of_the_prompt(num_tokens: int, cached: bool) -> N
     driver.check_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#11186", "vllm-project/vllm#17999")
 def test_a_fully_cached_prompt_recomputes_its_last_token_on_a_copy() -> None:
     driver = prefill()
     first, again, longer = sequence(prompt(64)), sequence(prompt(64)), sequence(prompt(80))
@@ -107,6 +109,7 @@ def test_without_a_prefix_cache_nothing_is_found_or_stored() -> None:
     assert driver.pool.num_cached == 0
 
 
+@pytest.mark.field("vllm-project/vllm#16016")
 def test_another_salt_finds_nothing() -> None:
     driver = prefill()
     one, other = sequence(prompt(64)), sequence(prompt(64))
@@ -121,6 +124,7 @@ def _fields(one: Sequence) -> dict[str, object]:
     return {name: getattr(one.work, name) for name in one.work.__dataclass_fields__}
 
 
+@pytest.mark.field("vllm-project/vllm#35541", "vllm-project/vllm#39734", "RBLN-SW/vllm-rbln#957")
 def test_an_impossible_prompt_is_refused_at_once_and_holds_nobody_up() -> None:
     usable = 50 * 16
     for num_tokens in (usable - 1, usable, usable + 1, 1002):
@@ -232,6 +236,7 @@ def test_a_token_that_cannot_be_drawn_fails_its_own_sequence_alone() -> None:
     driver.check_idle()
 
 
+@pytest.mark.field("sgl-project/mini-sglang#52", "Avarok-Cybersecurity/atlas#158", "Avarok-Cybersecurity/atlas#373")
 def test_a_flood_evicts_no_page_of_a_prefix_in_use() -> None:
     driver = prefill(num_pages=40, chunk_tokens=32)
     shared = prompt(160, 1)

@@ -32,6 +32,13 @@ def test_equal_pages_after_unequal_ones_differ() -> None:
     assert len({*first, *second}) == 4
 
 
+@pytest.mark.field(
+    "vllm-project/vllm#3264",
+    "vllm-project/vllm#30931",
+    "vllm-project/vllm#42125",
+    "ggml-org/llama.cpp#26207",
+    "vllm-project/vllm#16016",
+)
 def test_another_salt_or_layout_shares_nothing() -> None:
     token_ids = list(range(16))
     kinds = [hashes(token_ids), hashes(token_ids, salt="t1"), hashes(token_ids, salt="t2")]
@@ -39,6 +46,7 @@ def test_another_salt_or_layout_shares_nothing() -> None:
     assert len({page_hash for kind in kinds for page_hash in kind}) == 16
 
 
+@pytest.mark.field("PrimeIntellect-ai/prime-rl#1863", "JustVugg/colibri#1576")
 def test_prompts_share_only_the_pages_whose_ids_are_equal() -> None:
     one, two = [1, 2, 3, 4, 5, 198, 198, 9], [1, 2, 3, 4, 5, 271, 9, 10]
     assert hashes(one)[0] == hashes(two)[0]

@@ -27,6 +27,7 @@ def test_received_pages_decode_from_the_sender_s_token_on() -> None:
 
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 63, 64, 65, 127, 128])
 @pytest.mark.parametrize("with_first", [False, True])
+@pytest.mark.field("sgl-project/sglang#27004")
 def test_pages_reserved_are_those_of_the_prompt_cached_or_not(num_tokens: int, with_first: bool) -> None:
     driver = decode(headroom_pages=0)
     for attempt in range(2):

@@ -115,5 +115,6 @@ SETTINGS = settings(
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("machine", [PrefillMachine, DecodeMachine])
+@pytest.mark.field("vllm-project/vllm#9342")
 def test_machine(machine: type[SchedulerMachine], kind: str) -> None:
     run_state_machine_as_test(type(f"{machine.__name__}_{kind}", (machine,), {"kind": kind}), settings=SETTINGS)

@@ -141,9 +141,30 @@ def test_up_refuses_a_directory_without_weights(tiny_model: Path, tmp_path: Path
     check_refused(*up_with(bare), words=("bare", "safetensors"))
 
 
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
 def test_up_refuses_too_few_pages_for_one_request(tiny_model: Path) -> None:
     words = ("1 pages of", "one request needs 2", "num_pages to at least 2")
     check_refused(*up_with(tiny_model), "--set", "engine.num_pages=1", words=words)
+
+
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
+def test_up_refuses_more_memory_than_there_is_with_the_sum(tiny_model: Path) -> None:
+    words = (
+        "weights",
+        "rotary",
+        "workspace",
+        "pages 1000000000 MB",
+        "available",
+        "smallest workable kv_memory_mb is 1",
+    )
+    check_refused(*up_with(tiny_model), "--kv-memory-mb", "1000000000", words=words)
+
+
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
+def test_up_refuses_a_share_that_holds_no_request(tiny_model: Path) -> None:
+    options = ("--set", "engine.kv_memory_mb=0", "--set", "engine.memory_share=0.001", "--prefill", "64")
+    words = ("weights", "staging", "available", "(engine.memory_share", "smallest workable kv_memory_mb is 1")
+    check_refused(*up_with(tiny_model), *options, words=words)
 
 
 def test_up_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:

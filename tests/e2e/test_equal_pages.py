@@ -181,6 +181,7 @@ def generate_preempted(engine: Engine, sampling: SamplingParams, positions: set[
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), PENALISED], ids=["greedy", "with penalties"])
 @pytest.mark.parametrize(("page_format", "cache_layers"), [("fp32", ""), ("fp32", WINDOWS), ("int8:channel", WINDOWS)])
+@pytest.mark.field("vllm-project/vllm-gaudi#524", "LMCache/LMCache#1361")
 def test_tokens_are_equal_whether_or_not_a_sequence_was_preempted(
     tiny_model: Path, sampling: SamplingParams, page_format: str, cache_layers: str
 ) -> None:
@@ -188,6 +189,7 @@ def test_tokens_are_equal_whether_or_not_a_sequence_was_preempted(
     assert generate_preempted(engine, sampling, {40, 60}) == generate_preempted(engine, sampling, set())
 
 
+@pytest.mark.field("sgl-project/mini-sglang#52", "Avarok-Cybersecurity/atlas#158", "Avarok-Cybersecurity/atlas#373")
 def test_a_prefix_in_use_outlives_a_flood_and_preemptions(tiny_model: Path) -> None:
     prefix, suffix = [4 + (index * 29) % 300 for index in range(160)], [9, 8, 7] * 30
     sampling = SamplingParams(temperature=0)
@@ -218,6 +220,7 @@ def test_a_prefix_in_use_outlives_a_flood_and_preemptions(tiny_model: Path) -> N
 
 @pytest.mark.parametrize("cache_layers", ["", WINDOWS], ids=["full", "windows"])
 @pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8", "int8:channel"])
+@pytest.mark.field("vllm-project/vllm#11186", "vllm-project/vllm#17999")
 def test_a_cached_prompt_has_the_same_first_token_and_logprobs(
     tiny_model: Path, page_format: str, cache_layers: str
 ) -> None:

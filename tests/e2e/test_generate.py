@@ -87,6 +87,7 @@ async def test_one_token_over_http_touches_no_decode_worker(split: Cluster, stre
 
 
 @pytest.mark.parametrize("num_prompt", [63, 64, 65, 127, 128])
+@pytest.mark.field("sgl-project/sglang#27004")
 async def test_both_sides_count_the_same_pages_whether_cached_or_not(
     split: Cluster, colocated: Cluster, num_prompt: int
 ) -> None:
@@ -127,6 +128,7 @@ async def test_a_repeated_prompt_is_cached_and_answers_the_same(split: Cluster) 
     assert warm.token_ids == cold.token_ids
 
 
+@pytest.mark.field("vllm-project/vllm#11186", "vllm-project/vllm#17999")
 async def test_a_prompt_cached_whole_computes_its_last_token_and_a_longer_one_reuses_all_its_pages(
     split: Cluster,
 ) -> None:

@@ -86,6 +86,7 @@ async def test_system_prompts_share_whatever_their_outer_whitespace_and_line_end
             assert again.token_ids == cold.token_ids
 
 
+@pytest.mark.field("PrimeIntellect-ai/prime-rl#1863", "JustVugg/colibri#1576")
 async def test_a_text_that_tokenises_differently_the_next_time_is_found_as_far_as_ids_are_equal(
     split: Cluster, colocated: Cluster
 ) -> None:

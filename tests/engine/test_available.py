@@ -125,6 +125,7 @@ def ask(group: Path) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
 def test_what_another_process_of_the_group_holds_is_not_available() -> None:
     limit, held = 512 << 20, 256 << 20
     with group_of(limit) as group:

@@ -58,6 +58,9 @@ def test_the_fingerprint_tells_models_apart(tiny_model: Path, tmp_path: Path) ->
     assert load(tiny_model, page_size=32, cache_layers="0-3=window:20").layout.fingerprint == own
 
 
+@pytest.mark.field(
+    "vllm-project/vllm#3264", "vllm-project/vllm#30931", "vllm-project/vllm#42125", "ggml-org/llama.cpp#26207"
+)
 def test_pages_of_other_weights_under_the_same_name_are_never_found(tmp_path: Path) -> None:
     engines = [load(write_tiny_model(tmp_path / str(seed) / "model", seed=seed), "int8") for seed in range(2)]
     assert len({engine.model_config.name for engine in engines}) == 1

@@ -48,6 +48,7 @@ def test_the_report_is_a_sum() -> None:
 
 
 @pytest.mark.parametrize("num_pages", [1, 511])
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
 def test_a_pool_too_small_for_one_request_names_the_smallest(num_pages: int) -> None:
     limit = 0 if num_pages == 1 else 8192
     with pytest.raises(InvalidArgumentError, match=f"has {num_pages} pages .* num_pages to at least") as caught:
@@ -57,6 +58,7 @@ def test_a_pool_too_small_for_one_request_names_the_smallest(num_pages: int) -> 
 
 
 @pytest.mark.parametrize("available", [-(2**30), 0, 10**6])
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
 def test_too_little_memory_names_every_term(available: int) -> None:
     with pytest.raises(ResourceExhaustedError) as caught:
         plan(available, kv_memory_mb=512)
@@ -65,6 +67,7 @@ def test_too_little_memory_names_every_term(available: int) -> None:
     assert "smallest workable kv_memory_mb is 1" in message
 
 
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
 def test_what_fits_exactly_fits() -> None:
     total = plan(num_pages=100).report["total"]
     assert plan(total, num_pages=100).num_pages == (100,)
@@ -97,6 +100,7 @@ def test_workers_of_one_machine_share_what_is_there() -> None:
 
 
 @pytest.mark.parametrize("available", [-(2**30), 0, 10**6])
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
 def test_without_a_size_too_little_memory_names_every_term(available: int) -> None:
     with pytest.raises(ResourceExhaustedError) as caught:
         plan(available, **AUTOMATIC)
@@ -105,6 +109,7 @@ def test_without_a_size_too_little_memory_names_every_term(available: int) -> No
     assert "the smallest workable kv_memory_mb is 1" in message
 
 
+@pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
 def test_without_a_size_a_request_of_the_longest_text_fits_or_nothing_starts() -> None:
     least = plan(num_pages=512, max_model_tokens=8192).report["total"]
     assert plan(math.ceil(least / 0.9), max_model_tokens=8192, **AUTOMATIC).num_pages == (512,)

@@ -191,6 +191,7 @@ def _config(model: Path) -> EngineConfig:
 
 
 @needs_library
+@pytest.mark.field("huggingface/transformers#22312", "mistralai/mistral-inference#150")
 def test_generations_equal_alone_and_together(tiny_gguf: Path) -> None:
     engine = native(tiny_gguf)
 

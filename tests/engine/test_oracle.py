@@ -84,6 +84,14 @@ def oracle(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.field(
+    "vllm-project/vllm#2622",
+    "NVIDIA/TensorRT-LLM#5912",
+    "deepspeedai/DeepSpeed#8389",
+    "Blaizzy/mlx-vlm#1710",
+    "huggingface/text-generation-inference#816",
+    "vllm-project/vllm#10293",
+)
 def test_logits_equal_transformers_however_they_are_chunked(name: str, tmp_path: Path) -> None:
     model = build(name)
     model.save_pretrained(tmp_path)

@@ -26,6 +26,7 @@ SCALINGS: dict[str, dict[str, Any] | None] = {
 
 
 @pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.field("Blaizzy/mlx-vlm#1710", "huggingface/text-generation-inference#816", "vllm-project/vllm#10293")
 def test_tables_equal_transformers(scaling: dict[str, Any] | None) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64, "max_position_embeddings": 32768}
     hf = LlamaConfig(**sizes, rope_theta=500_000.0, **({} if scaling is None else {"rope_scaling": scaling}))

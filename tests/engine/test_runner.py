@@ -49,6 +49,7 @@ def generate(
 
 
 @pytest.mark.parametrize("page_format", ["fp32", "int8", "k=fp8_e4m3,v=int4:asym", "k=int8:channel,v=int4:asym"])
+@pytest.mark.field("huggingface/transformers#22312", "mistralai/mistral-inference#150")
 def test_batch_mates_change_nothing(tiny_model: Path, page_format: str) -> None:
     engine = load(tiny_model, page_format)
     alone = [generate(engine, [row])[0] for row in range(5)]

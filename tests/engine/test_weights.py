@@ -36,12 +36,14 @@ def logits(directory: Path) -> torch.Tensor:
     return logits_of(load(directory), sequence(range(20), 0, 2), [20])
 
 
+@pytest.mark.field("sgl-project/sglang#1508", "vllm-project/vllm#6758", "vllm-project/vllm#53019")
 def test_a_tied_head_is_the_embedding_whatever_the_file_has(tiny_model: Path, copy: Path) -> None:
     expected = logits(tiny_model)
     change(copy, lambda tensors: tensors.update({"lm_head.weight": torch.randn(320, 64)}))
     assert torch.equal(logits(copy), expected)
 
 
+@pytest.mark.field("sgl-project/sglang#1508", "vllm-project/vllm#6758", "vllm-project/vllm#53019")
 def test_an_untied_head_is_its_own(tiny_model: Path, copy: Path) -> None:
     def double(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 2
@@ -50,11 +52,13 @@ def test_an_untied_head_is_its_own(tiny_model: Path, copy: Path) -> None:
     torch.testing.assert_close(logits(copy), logits(tiny_model) * 2)
 
 
+@pytest.mark.field("sgl-project/sglang#1508", "vllm-project/vllm#6758", "vllm-project/vllm#53019")
 def test_an_untied_head_must_be_there(copy: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=r"copy: the model lacks tensors: lm_head\.weight"):
         load(change(copy, tie_word_embeddings=False))
 
 
+@pytest.mark.field("sgl-project/sglang#1508", "vllm-project/vllm#6758", "vllm-project/vllm#53019")
 def test_a_missing_layer_weight_is_listed(copy: Path) -> None:
     def remove(tensors: Tensors) -> None:
         del tensors["model.layers.2.mlp.up_proj.weight"]

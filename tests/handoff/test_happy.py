@@ -34,6 +34,7 @@ async def test_tokens_are_golden_and_pages_are_counted_alike(num_prompt: int) ->
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("num_prompt", [3, 5 * B, 5 * B + 2, 40])
+@pytest.mark.field("sgl-project/sglang#27004")
 async def test_pages_are_equal_byte_for_byte_on_both_sides(num_prompt: int, layout: CacheLayout) -> None:
     prompt = range(num_prompt)
     async with Bench(Settings(layout=layout)) as bench:

@@ -41,6 +41,7 @@ async def test_what_is_found_of_forced_tokens_is_no_hit_of_the_prompt() -> None:
         assert tokens_of(bench.d) == (4 * B, 2 * B)
 
 
+@pytest.mark.field("vllm-project/vllm#25780")
 async def test_preempted_prompts_that_differ_are_no_hits() -> None:
     async with Bench(Settings(), Settings(num_pages=12)) as bench:
         prompts = [range(100 * number, 100 * number + 3 * B) for number in range(3)]

@@ -1,6 +1,7 @@
 """What is refused before any work is done, with the field, the value and the limit."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from pageferry.core.errors import (
     PageferryError,
     ResourceExhaustedError,
 )
-from pageferry.core.model_files import resolve_model
+from pageferry.core.model_files import resolve_model, sampling_defaults
 from pageferry.router.admission import Admission, Limits
 from pageferry.router.tokenizer import Tokenizer, load_tokenizer
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
@@ -237,6 +238,7 @@ async def test_chats_are_rendered_and_system_prompts_evened_out(admission: Make,
     assert " Be brief.\r\n<|im_end|>" in tokenizer.decode(as_sent.prompt_ids, skip_special=False)
 
 
+@pytest.mark.field("vllm-project/vllm#18140", "vllm-project/vllm#39279")
 async def test_a_model_without_a_chat_template_takes_prompts_only(tiny_model: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
     (model / "chat_template.jinja").write_text("{% for %}", encoding="utf-8")
@@ -247,6 +249,27 @@ async def test_a_model_without_a_chat_template_takes_prompts_only(tiny_model: Pa
     with pytest.raises(FailedPreconditionError, match="put a chat template into"):
         await admission.admit(chat(("user", "Hi")))
     assert (await admission.admit(pb.GenerateRequest(prompt="Hi"))).prompt_ids == tuple(plain.encode("Hi"))
+
+
+@pytest.mark.field("vllm-project/vllm#45591")
+async def test_overriding_one_default_of_the_model_leaves_its_others_and_its_end_tokens(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    defaults = {"eos_token_id": [7, 106], "temperature": 0.25, "top_k": 5}
+    (model / "generation_config.json").write_text(json.dumps(defaults), encoding="utf-8")
+    files = resolve_model(str(model))
+    admission = Admission(
+        "tiny",
+        load_tokenizer(files),
+        vocab_size=320,
+        config=RouterConfig(),
+        limits=lambda: CONTEXT_ONLY,
+        defaults=sampling_defaults(files),
+    )
+    admitted = await admission.admit(ask(sampling=types.SamplingParams(top_k=3)))
+    assert (admitted.sampling.top_k, admitted.sampling.temperature) == (3, 0.25)
+    assert admitted.stop.stop_token_ids == {7, 106, EOS}
 
 
 async def test_limits_come_from_the_workers(tiny_model: Path) -> None:

@@ -70,6 +70,7 @@ def test_an_empty_list_of_ids_is_left_to_the_frontend() -> None:
     assert parse_completion(b'{"prompt": []}').generate.WhichOneof("input") == "token_ids"
 
 
+@pytest.mark.field("vllm-project/vllm#8268")
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [

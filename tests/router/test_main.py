@@ -154,6 +154,7 @@ async def test_only_an_admin_may_drain_a_router_that_knows_its_callers(workers: 
 
 
 @pytest.mark.parametrize("problem", ["no chat template", "error in line 1"])
+@pytest.mark.field("vllm-project/vllm#18140", "vllm-project/vllm#39279")
 async def test_a_model_without_a_usable_chat_template_is_told_at_the_start_and_completes(
     workers: Rig, tmp_path: Path, caplog: pytest.LogCaptureFixture, problem: str
 ) -> None:

@@ -222,11 +222,13 @@ def test_a_tokenizer_that_the_library_panics_at_is_refused(copied: Path) -> None
         load_tokenizer(resolve_model(str(copied)))
 
 
+@pytest.mark.field("vllm-project/vllm#18140", "vllm-project/vllm#39279")
 def test_without_a_template_each_chat_says_how_to_set_one() -> None:
     with pytest.raises(FailedPreconditionError, match=r"no chat template; put a chat template into tokenizer_config"):
         ChatTemplate(None, {}).render(USER)
 
 
+@pytest.mark.field("vllm-project/vllm#18140", "vllm-project/vllm#39279")
 def test_a_broken_template_fails_chats_only() -> None:
     template = ChatTemplate("\n{% for %}", {})
     assert "error in line 2" in template.problem
