@@ -1,7 +1,7 @@
 """`python -m pageferry.router --config FILE`: watches the workers, and serves gRPC and, with an http_port, HTTP."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -18,6 +18,7 @@ from pageferry.router.http import build_app, serve_http
 from pageferry.router.http_tls import HttpTls
 from pageferry.router.service import InferenceServicer, authorization_of
 from pageferry.router.tokenizer import load_tokenizer
+from pageferry.runtime.access import check_local
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.logs import log
@@ -73,19 +74,7 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry, cert
         async def drain(grace_s: float | None) -> int:
             return await _drain(server, frontend, config.server.drain_grace_s if grace_s is None else grace_s)
 
-        server.add(add_InferenceServiceServicer_to_server, InferenceServicer(frontend), "pageferry.v1.InferenceService")
-
-        def check(context: Any) -> None:
-            if not config.security.ca_file:  # else it has shown a certificate
-                frontend.check_admin(authorization_of(context), "a drain")
-
-        server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: frontend.num_live, check), ADMIN_SERVICE)
-        if telemetry.traces is not None:
-            server.add(
-                add_TraceServiceServicer_to_server,
-                TraceReceiver(telemetry.traces),
-                "opentelemetry.proto.collector.trace.v1.TraceService",
-            )
+        _add_services(config, server, frontend, telemetry, drain)
         port = await server.start()
         stack.push_async_callback(fleet.close)
         telemetry.metrics.follow_open_calls(lambda: frontend.num_live)
@@ -95,6 +84,31 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry, cert
         app = build_app(frontend, telemetry.metrics.registry, max_body_bytes=_MIN_MESSAGE_BYTES)
         tls = HttpTls.of(config.security, certificates)
         await _run(config, stop, server, frontend, fleet, partial(serve_http, app, tls=tls))
+
+
+def _add_services(
+    config: Config,
+    server: GrpcServer,
+    frontend: Frontend,
+    telemetry: Telemetry,
+    drain: Callable[[float | None], Awaitable[int]],
+) -> None:
+    """Where peers must show certificates, these have been checked before; else it is for API keys, if there are any."""
+    security = config.security
+
+    def check_admin(context: Any) -> None:
+        if not security.ca_file:
+            frontend.check_admin(authorization_of(context), "a drain")
+
+    def check_sender(context: Any) -> None:
+        if security.tenants_file and not security.ca_file:  # workers have no key
+            check_local("spans", context)
+
+    server.add(add_InferenceServiceServicer_to_server, InferenceServicer(frontend), "pageferry.v1.InferenceService")
+    server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: frontend.num_live, check_admin), ADMIN_SERVICE)
+    if telemetry.traces is not None:
+        receiver = TraceReceiver(telemetry.traces, check_sender)
+        server.add(add_TraceServiceServicer_to_server, receiver, "opentelemetry.proto.collector.trace.v1.TraceService")
 
 
 async def _run(

@@ -16,6 +16,11 @@ from answer import Answer
 from fake_workers import LAYOUT, MODEL, Rig, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import free_port
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.client.request import credentials
@@ -24,7 +29,9 @@ from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.core.security import SecurityConfig
 from pageferry.core.tenants import key_digest
 from pageferry.router.__main__ import main
+from pageferry.runtime import access
 from pageferry.runtime.convert import layout_to_proto
+from pageferry.runtime.errors import from_rpc_error
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.admin_pb2 import DrainRequest
 from pageferry.v1.admin_pb2_grpc import AdminServiceStub
@@ -151,6 +158,21 @@ async def test_only_an_admin_may_drain_a_router_that_knows_its_callers(workers: 
         told = [message async for message in admin.Drain(DrainRequest(), metadata=credentials(keys["boss"]))]
         assert told[-1].HasField("drained")
         assert (await health.Check(health_pb2.HealthCheckRequest())).status != SERVING
+
+
+async def test_a_router_that_knows_its_callers_takes_spans_from_its_own_machine_only(
+    workers: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants = tmp_path / "tenants.toml"
+    tenants.write_text("", encoding="utf-8")
+    config = replace(config_for(workers), security=SecurityConfig(tenants_file=str(tenants)))
+    async with running(config, asyncio.Event()) as channel:
+        stub = TraceServiceStub(channel)
+        assert await stub.Export(ExportTraceServiceRequest()) == ExportTraceServiceResponse()
+        monkeypatch.setattr(access, "_LOOPBACK", ("ipv4:192.0.2.",))  # as if it came from elsewhere
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Export(ExportTraceServiceRequest())
+        assert from_rpc_error(caught.value).reason == "NOT_LOCAL"
 
 
 @pytest.mark.parametrize("problem", ["no chat template", "error in line 1"])

@@ -7,6 +7,12 @@ from pageferry.core.errors import PermissionDeniedError
 from pageferry.core.security import SecurityConfig, is_allowed
 
 _CLIENTS_SERVICE = "pageferry.v1.InferenceService"
+_LOOPBACK = (
+    "ipv4:127.",
+    "ipv6:%5B::1%5D:",
+    "ipv6:%5B::ffff:127.",
+    "unix:",
+)  # as the library writes where calls come from
 # For all who get as far as here. Whatever else is served is for peers.
 _OPEN_SERVICES = ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection")
 
@@ -29,6 +35,13 @@ class Access:
             if not certificate.get("x509_pem_cert"):
                 raise PermissionDeniedError(f"{service} is for callers with a certificate", reason="NO_CERTIFICATE")
             check_ids(spiffe_ids(certificate), "allowed_peers", self._peers)
+
+
+def check_local(what: str, context: Any) -> None:
+    """Raises PermissionDeniedError for a call from another machine."""
+    if not context.peer().startswith(_LOOPBACK):
+        message = f"{what} are taken from this machine only, or from callers with a certificate"
+        raise PermissionDeniedError(message, reason="NOT_LOCAL")
 
 
 def spiffe_ids(certificate: Any) -> list[str]:

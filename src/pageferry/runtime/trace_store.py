@@ -2,7 +2,8 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -135,14 +136,16 @@ class TraceStore(SpanExporter):
 
 
 class TraceReceiver(TraceServiceServicer):
-    """Takes the workers' spans over OTLP."""
+    """Takes the workers' spans over OTLP. `check` is as `Admin`'s."""
 
-    def __init__(self, store: TraceStore) -> None:
+    def __init__(self, store: TraceStore, check: Callable[[Any], None] = lambda context: None) -> None:
         self._store = store
+        self._check = check
 
     async def Export(  # noqa: N802 - named by the contract
-        self, request: ExportTraceServiceRequest, context: object
+        self, request: ExportTraceServiceRequest, context: Any
     ) -> ExportTraceServiceResponse:
+        self._check(context)
         if request.ByteSize() > MAX_EXPORT_BYTES:
             raise ResourceExhaustedError(f"export is {request.ByteSize()} bytes, the limit is {MAX_EXPORT_BYTES}")
         response = ExportTraceServiceResponse()
