@@ -76,15 +76,11 @@ class Frontend:
         self._model = model
         self._tokenizer = tokenizer
         self._own_limit = min(model.max_positions, config.engine.max_model_tokens or model.max_positions)
-        settings = Settings(
-            config.router.local_prefill_tokens, config.scheduler.headroom_pages, config.router.local_advantage
-        )
+        router, scheduler = config.router, config.scheduler
+        settings = Settings(router.local_prefill_tokens, scheduler.headroom_pages, router.local_advantage)
+        ageing = scheduler.ageing_tokens_per_s
         self._dispatcher = Dispatcher(
-            fleet,
-            settings,
-            max_queue=config.router.max_queue,
-            ageing_tokens_per_s=config.scheduler.ageing_tokens_per_s,
-            clock=clock,
+            fleet, settings, max_queue=router.max_queue, ageing_tokens_per_s=ageing, clock=clock
         )
         self._serving = Serving(
             fleet,
@@ -92,15 +88,15 @@ class Frontend:
             telemetry.metrics,
             telemetry.tracer,
             clock,
-            Retries(config.router.prefill_retries, config.router.resumes),
-            config.router.max_unread_tokens,
+            Retries(router.prefill_retries, router.resumes),
+            router.max_unread_tokens,
         )
-        self._callers = Callers(config.security.tenants_file, config.router.salt_key, clock)
+        self._callers = Callers(config.security.tenants_file, router.salt_key, clock)
         self._admission = Admission(
             model.name,
             tokenizer,
             vocab_size=model.vocab_size,
-            config=config.router,
+            config=router,
             limits=lambda: limits_of(fleet, self._own_limit),
             defaults=sampling_defaults or {},
             clock=clock,

@@ -169,12 +169,7 @@ def _by_load(demand: Demand, decodes: Iterable[DecodeState], settings: Settings)
     with_room = [d for d in decodes if d.fits(demand) and d.has_room(demand, settings.headroom_pages)]
     return sorted(
         with_room,
-        key=lambda decode: (
-            decode.load_score(demand, settings.headroom_pages),
-            decode.num_active,
-            -min(decode.available_pages),
-            decode.address,
-        ),
+        key=lambda d: (d.load_score(demand, settings.headroom_pages), d.num_active, -min(d.available_pages), d.address),
     )
 
 
@@ -226,9 +221,8 @@ def _why_local(decode: DecodeState, fastest: PrefillState | None, demand: Demand
     # A prefill worker that has measured nothing yet must be given work to measure.
     if local_s is None or fastest.tokens_per_s <= 0:
         return ""
-    lost_s = local_s * (
-        settings.local_advantage + decode.num_active
-    )  # each of its streams stalls while it computes a prompt
+    # Each of its streams stalls while it computes a prompt.
+    lost_s = local_s * (settings.local_advantage + decode.num_active)
     return "predicted to be faster" if lost_s < fastest.ttft_s(demand) else ""
 
 
