@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
-from pageferry.core.errors import DataLossError, InternalError, PageferryError, ResourceExhaustedError, UnavailableError
+from pageferry.core.errors import InternalError, PageferryError, ResourceExhaustedError, UnavailableError
 from pageferry.router.dispatch import Grant
 from pageferry.router.failures import (
     DecodeLostError,
@@ -72,7 +72,6 @@ class Attempt:
         self._began = clock()
         self._fed: FedCall | None = None  # the decode call, where its worker's feed is live
         self._reserved = self._first_token_seen = self._shipped = False
-        self._first: types.GeneratedToken | None = None  # as one of the workers has told it
         self._num_decoded = 0
         self._failure: PageferryError | None = None  # of one worker, while the other's word is waited for
 
@@ -188,27 +187,13 @@ class Attempt:
         )
 
     def _on_tokens(self, tokens: Tokens) -> Tokens:
-        if tokens and self._source is Source.PUSHED and not self._num_decoded:
-            self._compare(tokens[0])
         self._num_decoded += len(tokens)
         if self._failure is not None and Role.DECODE not in self._ended:
             # The commit has come through, whatever became of the prefill worker.
             self._failure, self._patience_s = None, None
         return tokens
 
-    def _compare(self, token: types.GeneratedToken) -> None:
-        """Both workers tell of the first token; where they differ, the decode worker goes on after another one."""
-        first, self._first = self._first, self._first or token
-        if first is None or first.token_id == token.token_id:
-            return
-        message = "the decode worker was handed another first token than was drawn"
-        error = DataLossError(message, reason="FIRST_TOKEN_DIFFERS")
-        if not self._first_token_seen:  # the wrong one has been told
-            raise error
-        raise self._prefill_failed(error)
-
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> Tokens:
-        self._compare(first.token)
         self._first_token_seen = True
         self._times.prefilled(first)
         if first.finish_reason:

@@ -17,12 +17,12 @@ def _case(id_: str) -> Case:
 
 
 @pytest.mark.parametrize("seed", [3, 4, 9])
-def test_a_decode_worker_that_was_handed_another_first_token_is_left(seed: int) -> None:
-    """A bit of the commit flips, which no checksum covers: the decode worker goes on after a token that none drew."""
+def test_a_damaged_commit_is_never_run_on(seed: int) -> None:
+    """A bit of it flips: the decode worker went on after a token that nobody had drawn."""
     assert run_case(_case("pages-a_bit_flipped-commit"), seed).words == "OK, other prefill"
 
 
-def test_another_first_token_that_was_told_is_no_success() -> None:
+def test_another_first_token_is_never_run_on() -> None:
     """The same, with the prefill worker too far away to be the first to tell."""
 
     def with_another_token(frame: Frame, to_server: bool) -> list[Frame]:
@@ -44,7 +44,7 @@ def test_another_first_token_that_was_told_is_no_success() -> None:
         arm(world, request, OPENED, strike)
         world.ask(request)
         await world.until(lambda: bool(request.outcome), 10)
-        assert request.outcome == "DATA_LOSS"
+        assert request.outcome == "OK"
         await world.until_idle(10)
 
     simulate(scenario)

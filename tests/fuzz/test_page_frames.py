@@ -23,6 +23,7 @@ from pageferry.core.pool import PageId
 from pageferry.engine.pages import PageTensors
 from pageferry.runtime import receive
 from pageferry.runtime.convert import layout_to_proto
+from pageferry.runtime.frames import sealed
 from pageferry.runtime.page_wire import read_request, write_frames
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.staging import HEADER_BYTES, STAGED_BYTES, OwnRegions
@@ -67,7 +68,7 @@ def good_push(layout: CacheLayout) -> list[page_pb2.PushRequest]:
         page_pb2.PushRequest(frame=frames[0]),
         page_pb2.PushRequest(keep_alive=page_pb2.KeepAlive()),
         page_pb2.PushRequest(frames=page_pb2.PageFrames(frames=frames[1:])),
-        page_pb2.PushRequest(commit=page_pb2.Commit(covered_tokens=4, first_tokens=[first])),
+        page_pb2.PushRequest(commit=sealed(page_pb2.Commit(covered_tokens=4, first_tokens=[first]))),
     ]
 
 

@@ -29,6 +29,7 @@ from pageferry.core.pool import PageId
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.frames import sealed
 from pageferry.runtime.page_wire import add_page_service
 from pageferry.runtime.push import PushClient, PushParts
 from pageferry.runtime.receive import PageReceiver
@@ -445,8 +446,17 @@ async def test_a_second_open_is_refused() -> None:
 async def test_first_tokens_of_choices_that_do_not_exist_are_refused(choices: list[int]) -> None:
     async with ends(small_layout(), 1) as both:
         draws = [page_pb2.FirstDraw(choice=choice) for choice in choices]
-        commit = page_pb2.PushRequest(commit=page_pb2.Commit(covered_tokens=1, first_tokens=draws))
+        commit = page_pb2.PushRequest(commit=sealed(page_pb2.Commit(covered_tokens=1, first_tokens=draws)))
         error = await send_raw(both, [frame(both, 0), commit])
         assert isinstance(error, InvalidArgumentError)
         assert f"commit.first_tokens.choice is {choices}" in str(error)
+        await both.closed()
+
+
+async def test_a_commit_whose_checksum_does_not_match_is_refused() -> None:
+    async with ends(small_layout(), 1) as both:
+        commit = sealed(page_pb2.Commit(covered_tokens=1, first_tokens=[page_pb2.FirstDraw()]))
+        commit.first_tokens[0].token.token_id = 1
+        error = await send_raw(both, [frame(both, 0), page_pb2.PushRequest(commit=commit)])
+        assert isinstance(error, DataLossError)
         await both.closed()

@@ -40,6 +40,7 @@ from pageferry.prefill_svc.worker import PrefillWorker
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto, work_to_proto
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.frames import sealed
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
@@ -302,7 +303,7 @@ class RawPush:
 
     async def commit(self, covered_tokens: int, first: int | None = None) -> page_pb2.PushResponse:
         draws = [page_pb2.FirstDraw(token=types_pb2.GeneratedToken(token_id=first))] if first is not None else []
-        message = page_pb2.Commit(covered_tokens=covered_tokens, first_tokens=draws)
+        message = sealed(page_pb2.Commit(covered_tokens=covered_tokens, first_tokens=draws))
         await self.call.write(page_pb2.PushRequest(commit=message))
         return await self.read()
 

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from pageferry.v1 import types_pb2 as pageferry_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pageferry/v1/page.proto\x12\x0cpageferry.v1\x1a\x18pageferry/v1/types.proto\"\xc9\x02\n\x0bPushRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.pageferry.v1.OpenH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.pageferry.v1.PageFrameH\x00\x12-\n\nkeep_alive\x18\x03 \x01(\x0b\x32\x17.pageferry.v1.KeepAliveH\x00\x12&\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x14.pageferry.v1.CommitH\x00\x12*\n\x06\x66rames\x18\x05 \x01(\x0b\x32\x18.pageferry.v1.PageFramesH\x00\x12+\n\x06staged\x18\x06 \x01(\x0b\x32\x19.pageferry.v1.StagedPagesH\x00\x12\x31\n\x08\x61ttached\x18\x07 \x01(\x0b\x32\x1d.pageferry.v1.StagingAttachedH\x00\x42\t\n\x07message\"\x94\x01\n\x04Open\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12(\n\x06layout\x18\x02 \x01(\x0b\x32\x18.pageferry.v1.PageLayout\x12\x32\n\x07staging\x18\x03 \x01(\x0b\x32\x1c.pageferry.v1.StagingRequestH\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x04 \x01(\tB\n\n\x08_staging\"\x1f\n\x0eStagingRequest\x12\r\n\x05proof\x18\x01 \x01(\x0c\">\n\x0cStagingOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\" \n\x0fStagingAttached\x12\r\n\x05proof\x18\x01 \x01(\x0c\"\x9e\x01\n\tPageFrame\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\npage_index\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x05 \x01(\x07\x12$\n\x04kind\x18\x06 \x01(\x0e\x32\x16.pageferry.v1.PageKind\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"5\n\nPageFrames\x12\'\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x17.pageferry.v1.PageFrame\"x\n\x0bStagedPages\x12\r\n\x05group\x18\x01 \x01(\r\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.pageferry.v1.PageKind\x12\x14\n\x0cpage_indexes\x18\x03 \x03(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x05 \x03(\x07\"\x0b\n\tKeepAlive\"O\n\x06\x43ommit\x12\x16\n\x0e\x63overed_tokens\x18\x01 \x01(\r\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.pageferry.v1.FirstDraw\"H\n\tFirstDraw\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12+\n\x05token\x18\x02 \x01(\x0b\x32\x1c.pageferry.v1.GeneratedToken\"\x95\x01\n\x0cPushResponse\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.pageferry.v1.OpenedH\x00\x12$\n\x05\x61\x63ked\x18\x02 \x01(\x0b\x32\x13.pageferry.v1.AckedH\x00\x12,\n\tcommitted\x18\x03 \x01(\x0b\x32\x17.pageferry.v1.CommittedH\x00\x42\t\n\x07message\"n\n\x06Opened\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\x12\x14\n\x0ctakes_frames\x18\x02 \x01(\x08\x12\x30\n\x07staging\x18\x03 \x01(\x0b\x32\x1a.pageferry.v1.StagingOfferH\x00\x88\x01\x01\x42\n\n\x08_staging\"\x17\n\x05\x41\x63ked\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\"\x1a\n\tCommitted\x12\r\n\x05pages\x18\x01 \x01(\r*M\n\x08PageKind\x12\x19\n\x15PAGE_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0ePAGE_KIND_PAGE\x10\x01\x12\x12\n\x0ePAGE_KIND_TAIL\x10\x02\x32P\n\x0bPageService\x12\x41\n\x04Push\x12\x19.pageferry.v1.PushRequest\x1a\x1a.pageferry.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pageferry/v1/page.proto\x12\x0cpageferry.v1\x1a\x18pageferry/v1/types.proto\"\xc9\x02\n\x0bPushRequest\x12\"\n\x04open\x18\x01 \x01(\x0b\x32\x12.pageferry.v1.OpenH\x00\x12(\n\x05\x66rame\x18\x02 \x01(\x0b\x32\x17.pageferry.v1.PageFrameH\x00\x12-\n\nkeep_alive\x18\x03 \x01(\x0b\x32\x17.pageferry.v1.KeepAliveH\x00\x12&\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x14.pageferry.v1.CommitH\x00\x12*\n\x06\x66rames\x18\x05 \x01(\x0b\x32\x18.pageferry.v1.PageFramesH\x00\x12+\n\x06staged\x18\x06 \x01(\x0b\x32\x19.pageferry.v1.StagedPagesH\x00\x12\x31\n\x08\x61ttached\x18\x07 \x01(\x0b\x32\x1d.pageferry.v1.StagingAttachedH\x00\x42\t\n\x07message\"\x94\x01\n\x04Open\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12(\n\x06layout\x18\x02 \x01(\x0b\x32\x18.pageferry.v1.PageLayout\x12\x32\n\x07staging\x18\x03 \x01(\x0b\x32\x1c.pageferry.v1.StagingRequestH\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\x04 \x01(\tB\n\n\x08_staging\"\x1f\n\x0eStagingRequest\x12\r\n\x05proof\x18\x01 \x01(\x0c\">\n\x0cStagingOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\" \n\x0fStagingAttached\x12\r\n\x05proof\x18\x01 \x01(\x0c\"\x9e\x01\n\tPageFrame\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\npage_index\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x12\n\nnum_layers\x18\x04 \x01(\r\x12\x0e\n\x06\x63rc32c\x18\x05 \x01(\x07\x12$\n\x04kind\x18\x06 \x01(\x0e\x32\x16.pageferry.v1.PageKind\x12\x0f\n\x07payload\x18\x0f \x01(\x0c\"5\n\nPageFrames\x12\'\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x17.pageferry.v1.PageFrame\"x\n\x0bStagedPages\x12\r\n\x05group\x18\x01 \x01(\r\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.pageferry.v1.PageKind\x12\x14\n\x0cpage_indexes\x18\x03 \x03(\r\x12\x0e\n\x06offset\x18\x04 \x01(\x04\x12\x0e\n\x06\x63rc32c\x18\x05 \x03(\x07\"\x0b\n\tKeepAlive\"_\n\x06\x43ommit\x12\x16\n\x0e\x63overed_tokens\x18\x01 \x01(\r\x12-\n\x0c\x66irst_tokens\x18\x02 \x03(\x0b\x32\x17.pageferry.v1.FirstDraw\x12\x0e\n\x06\x63rc32c\x18\x03 \x01(\x07\"H\n\tFirstDraw\x12\x0e\n\x06\x63hoice\x18\x01 \x01(\r\x12+\n\x05token\x18\x02 \x01(\x0b\x32\x1c.pageferry.v1.GeneratedToken\"\x95\x01\n\x0cPushResponse\x12&\n\x06opened\x18\x01 \x01(\x0b\x32\x14.pageferry.v1.OpenedH\x00\x12$\n\x05\x61\x63ked\x18\x02 \x01(\x0b\x32\x13.pageferry.v1.AckedH\x00\x12,\n\tcommitted\x18\x03 \x01(\x0b\x32\x17.pageferry.v1.CommittedH\x00\x42\t\n\x07message\"n\n\x06Opened\x12\x10\n\x08lease_ms\x18\x01 \x01(\r\x12\x14\n\x0ctakes_frames\x18\x02 \x01(\x08\x12\x30\n\x07staging\x18\x03 \x01(\x0b\x32\x1a.pageferry.v1.StagingOfferH\x00\x88\x01\x01\x42\n\n\x08_staging\"\x17\n\x05\x41\x63ked\x12\x0e\n\x06\x66rames\x18\x01 \x01(\r\"\x1a\n\tCommitted\x12\r\n\x05pages\x18\x01 \x01(\r*M\n\x08PageKind\x12\x19\n\x15PAGE_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0ePAGE_KIND_PAGE\x10\x01\x12\x12\n\x0ePAGE_KIND_TAIL\x10\x02\x32P\n\x0bPageService\x12\x41\n\x04Push\x12\x19.pageferry.v1.PushRequest\x1a\x1a.pageferry.v1.PushResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pageferry.v1.page_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PAGEKIND']._serialized_start=1504
-  _globals['_PAGEKIND']._serialized_end=1581
+  _globals['_PAGEKIND']._serialized_start=1520
+  _globals['_PAGEKIND']._serialized_end=1597
   _globals['_PUSHREQUEST']._serialized_start=68
   _globals['_PUSHREQUEST']._serialized_end=397
   _globals['_OPEN']._serialized_start=400
@@ -53,17 +53,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KEEPALIVE']._serialized_start=1019
   _globals['_KEEPALIVE']._serialized_end=1030
   _globals['_COMMIT']._serialized_start=1032
-  _globals['_COMMIT']._serialized_end=1111
-  _globals['_FIRSTDRAW']._serialized_start=1113
-  _globals['_FIRSTDRAW']._serialized_end=1185
-  _globals['_PUSHRESPONSE']._serialized_start=1188
-  _globals['_PUSHRESPONSE']._serialized_end=1337
-  _globals['_OPENED']._serialized_start=1339
-  _globals['_OPENED']._serialized_end=1449
-  _globals['_ACKED']._serialized_start=1451
-  _globals['_ACKED']._serialized_end=1474
-  _globals['_COMMITTED']._serialized_start=1476
-  _globals['_COMMITTED']._serialized_end=1502
-  _globals['_PAGESERVICE']._serialized_start=1583
-  _globals['_PAGESERVICE']._serialized_end=1663
+  _globals['_COMMIT']._serialized_end=1127
+  _globals['_FIRSTDRAW']._serialized_start=1129
+  _globals['_FIRSTDRAW']._serialized_end=1201
+  _globals['_PUSHRESPONSE']._serialized_start=1204
+  _globals['_PUSHRESPONSE']._serialized_end=1353
+  _globals['_OPENED']._serialized_start=1355
+  _globals['_OPENED']._serialized_end=1465
+  _globals['_ACKED']._serialized_start=1467
+  _globals['_ACKED']._serialized_end=1490
+  _globals['_COMMITTED']._serialized_start=1492
+  _globals['_COMMITTED']._serialized_end=1518
+  _globals['_PAGESERVICE']._serialized_start=1599
+  _globals['_PAGESERVICE']._serialized_end=1679
 # @@protoc_insertion_point(module_scope)

@@ -112,12 +112,14 @@ class KeepAlive(_message.Message):
     def __init__(self) -> None: ...
 
 class Commit(_message.Message):
-    __slots__ = ("covered_tokens", "first_tokens")
+    __slots__ = ("covered_tokens", "first_tokens", "crc32c")
     COVERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CRC32C_FIELD_NUMBER: _ClassVar[int]
     covered_tokens: int
     first_tokens: _containers.RepeatedCompositeFieldContainer[FirstDraw]
-    def __init__(self, covered_tokens: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[FirstDraw, _Mapping]]] = ...) -> None: ...
+    crc32c: int
+    def __init__(self, covered_tokens: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[FirstDraw, _Mapping]]] = ..., crc32c: _Optional[int] = ...) -> None: ...
 
 class FirstDraw(_message.Message):
     __slots__ = ("choice", "token")

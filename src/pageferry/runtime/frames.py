@@ -1,10 +1,11 @@
-"""Pages that have come: which they are, whether their bytes are good, and what a `kv.push` span says of them."""
+"""What has come of a push: which pages, whether bytes are good, and what a `kv.push` span says of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
+from crc32c import crc32c
 from opentelemetry.trace import Span
 
 from pageferry.core.errors import DataLossError, invalid
@@ -15,7 +16,7 @@ from pageferry.core.page_io import Buffer, PageRun, PageSink
 from pageferry.core.sender import HandoffStats
 from pageferry.runtime.page_wire import InlineFrame
 from pageferry.runtime.staging import HEADER_BYTES
-from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PAGE_KIND_UNSPECIFIED, StagedPages
+from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PAGE_KIND_UNSPECIFIED, Commit, StagedPages
 
 TRANSPORT = "pageferry.handoff.transport"
 _KINDS: dict[int, bool] = {
@@ -113,6 +114,26 @@ def copy_arrival(arrival: Arrival, places: Sequence[Place], sink: PageSink) -> i
     if bad is not None:
         raise DataLossError(f"{keys[bad.position]}, {bad.describe(sink.layout, run)}", reason="BAD_SCALE")
     return len(keys) * arrival.num_layers * sink.layout.of(keys[0]).layer_bytes
+
+
+def sealed(commit: Commit) -> Commit:
+    """The message with its checksum."""
+    commit.crc32c = _checksum(commit)
+    return commit
+
+
+def check_sealed(commit: Commit) -> Commit:
+    """The message; DataLossError where its checksum doesn't match."""
+    if commit.crc32c != _checksum(commit):
+        raise DataLossError("commit.crc32c does not match the message", reason="CHECKSUM_MISMATCH")
+    return commit
+
+
+def _checksum(commit: Commit) -> int:
+    bare = Commit()
+    bare.CopyFrom(commit)
+    bare.ClearField("crc32c")
+    return int(crc32c(bare.SerializeToString(deterministic=True)))
 
 
 def _is_tail(kind: int) -> bool:

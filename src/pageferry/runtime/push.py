@@ -29,7 +29,7 @@ from pageferry.runtime.carriers import INLINE, SHM, Batch, Carrier, InlineCarrie
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.errors import from_rpc_error
-from pageferry.runtime.frames import TRANSPORT, describe_pages, describe_timing
+from pageferry.runtime.frames import TRANSPORT, describe_pages, describe_timing, sealed
 from pageferry.runtime.logs import log
 from pageferry.runtime.outbox import Outbox
 from pageferry.runtime.page_wire import push_call
@@ -146,7 +146,7 @@ class PushClient:
         self._raise_failure()
         self._sender.commit()
         draws = [page_pb2.FirstDraw(token=token_to_proto(*first))] if first else []
-        commit = page_pb2.Commit(covered_tokens=covered_tokens, first_tokens=draws)
+        commit = sealed(page_pb2.Commit(covered_tokens=covered_tokens, first_tokens=draws))
         self._outbox.put(page_pb2.PushRequest(commit=commit), ends=True)
         await self._until(lambda: self._sender.state is SenderState.COMMITTED)
         return self._sender.stats

@@ -30,6 +30,7 @@ from pageferry.runtime.frames import (
     FrameKey,
     arrivals_inline,
     arrivals_staged,
+    check_sealed,
     copy_arrival,
     describe_pages,
 )
@@ -207,7 +208,7 @@ class _Receipt:
                 case "attached":
                     self._attached(request.attached.proof)
                 case "commit":
-                    commit: page_pb2.Commit = request.commit
+                    commit = check_sealed(request.commit)
                     self._is_all = True
                     return commit
                 case other:
