@@ -17,8 +17,9 @@ Golden = Callable[[pb.GenerateRequest], Coroutine[Any, Any, Answer]]
 
 
 def prompt_of(number: int, num_tokens: int) -> list[int]:
-    """Token ids that no other number's prompt shares a page with."""
-    return [4 + (number * 101 + index * index * 7 + index * 3) % 311 for index in range(num_tokens)]
+    """Token ids that no other number's prompt shares a page with: they begin with the number."""
+    digits = [number // 311**place % 311 for place in range(3)]
+    return [4 + value for value in (*digits, *(index * (index * 7 + 3) % 311 for index in range(3, num_tokens)))]
 
 
 class Stream:
