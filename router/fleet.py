@@ -55,12 +55,14 @@ class Fleet:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be served: a decode worker is ready, and no prefill worker is yet to be seen first.
+        """Whether requests can be served: a decode worker is ready, and of the prefill workers one is, or all have died.
 
-        A decode worker alone can serve, so a fleet stays ready when its prefill workers die.
+        A decode worker alone can serve, so a fleet stays ready when its prefill workers die. It is not where one is yet
+        to be seen first, or one was refused: that is a mistake of who has set it up, and shall show.
         """
-        warming = any(worker.state is WorkerState.WARMING for worker in self.of(Role.PREFILL))
-        return bool(self.ready(Role.DECODE)) and (bool(self.ready(Role.PREFILL)) or not warming)
+        unready = (WorkerState.WARMING, WorkerState.REFUSED)
+        hindered = any(worker.state in unready for worker in self.of(Role.PREFILL))
+        return bool(self.ready(Role.DECODE)) and (bool(self.ready(Role.PREFILL)) or not hindered)
 
     def why_hopeless(self) -> str:
         """Why no decode worker can serve, nor is about to be able to; empty where one can or is."""

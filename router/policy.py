@@ -54,6 +54,11 @@ class PrefillState:
     refuses: bool = False  # it has no room until its next load report
     capacity_tokens: int = _UNBOUNDED  # of one prompt
 
+    @property
+    def is_untried(self) -> bool:
+        """Whether it has measured nothing and has nothing to do."""
+        return not (self.tokens_per_s or self.queued_tokens or self.num_waiting or self.num_running)
+
     def fits(self, demand: Demand) -> bool:
         return demand.num_tokens <= self.capacity_tokens
 
@@ -174,9 +179,12 @@ def _by_load(demand: Demand, decodes: Iterable[DecodeState], settings: Settings)
 
 
 def _best_prefill(demand: Demand, prefills: Iterable[PrefillState]) -> PrefillState | None:
-    """The one with the lowest predicted time of those with little queued; None where all have enough to do."""
+    """The one with the lowest predicted time of those with little queued; None where all have enough to do.
+
+    One that has nothing to do and has measured nothing yet goes first: else nobody would ever learn that it is fast.
+    """
     ready = [prefill for prefill in prefills if prefill.has_little_queued(demand)]
-    return min(ready, key=lambda p: (p.ttft_s(demand), p.num_waiting, p.address), default=None)
+    return min(ready, key=lambda p: (not p.is_untried, p.ttft_s(demand), p.num_waiting, p.address), default=None)
 
 
 def _with(decode: DecodeState, partners: Sequence[PrefillState], demand: Demand, settings: Settings) -> Route | None:

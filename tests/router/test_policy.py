@@ -236,3 +236,11 @@ def test_a_decode_worker_with_room_is_never_left_waiting_where_it_is_alone(
 ) -> None:
     has_room = any(decode.has_room(demand, SETTINGS.headroom_pages) for decode in decodes)
     assert (choose(demand, [], decodes, SETTINGS) is not None) == has_room
+
+
+def test_an_untried_prefill_worker_goes_before_a_fast_one_while_it_is_idle() -> None:
+    fast, untried = replace(P, tokens_per_s=5000), replace(P, address="untried:1", tokens_per_s=0)
+    for busy, expected in ((untried, "untried:1"), (replace(untried, num_running=1), P.address)):
+        route = choose(PROMPT, [fast, busy], [D], SETTINGS)
+        assert route is not None
+        assert route.prefill == expected

@@ -161,6 +161,19 @@ async def test_a_worker_of_another_kind_is_refused_and_logged_once(
     assert reason in refused.pageferry_fields["reason"]
 
 
+@pytest.mark.field("vllm-project/vllm#42895")
+async def test_a_lone_prefill_worker_with_another_model_shows_as_not_ready(rig: Make) -> None:
+    async with rig() as router:
+        assert router.frontend.ready
+        router.prefill.snapshot.model = "other"
+        await router.prefill.server.__aexit__(None, None, None)
+        await router.until(lambda: states(router) == ["down", "ready"])
+        assert router.frontend.ready  # the decode worker can do it all
+        await router.serve(router.prefill, router.log.tracer())
+        await router.until(lambda: states(router) == ["refused", "ready"])
+        assert not router.frontend.ready
+
+
 async def test_a_gap_makes_the_view_stale_until_it_is_made_anew(rig: Make) -> None:
     async with rig(num_prefill=0) as router:
         worker = router.fleet.workers[0]
