@@ -51,6 +51,13 @@ def test_every_process_has_its_configuration(tiny_model: Path, tmp_path: Path) -
     assert load_config(tmp_path / "router.toml", {}, {}) == launch.router
 
 
+def test_memory_is_shared_by_the_workers_of_a_device(tiny_model: Path) -> None:
+    devices = {"prefill": "cuda:0,cuda:1", "decode": None}
+    config = replace(base(tiny_model), engine=EngineConfig(model=str(tiny_model), kv_memory_mb=0, memory_share=0.8))
+    shares = {role: worker.engine.memory_share for role, worker in plan(config, 3, 2, {}, devices).workers.items()}
+    assert shares == {"prefill-0": 0.4, "prefill-1": 0.8, "prefill-2": 0.4, "decode-0": 0.4, "decode-1": 0.4}
+
+
 def test_without_prefill_workers(tiny_model: Path) -> None:
     launch = plan(base(tiny_model), 0, 1, {})
     assert list(launch.workers) == ["decode-0"] and launch.router.router.prefill == ()

@@ -162,8 +162,8 @@ def test_up_refuses_more_memory_than_there_is_with_the_sum(tiny_model: Path) -> 
 
 @pytest.mark.field("vllm-project/vllm#13882", "vllm-project/vllm#2248", "vllm-project/vllm#10439")
 def test_up_refuses_a_share_that_holds_no_request(tiny_model: Path) -> None:
-    options = ("--set", "engine.kv_memory_mb=0", "--set", "engine.memory_share=0.001", "--prefill", "64")
-    words = ("weights", "staging", "available", "(engine.memory_share", "smallest workable kv_memory_mb is 1")
+    options = ("--set", "engine.kv_memory_mb=0", "--set", "engine.memory_share=0.001")
+    words = ("weights", "pages", "available", "(engine.memory_share", "smallest workable kv_memory_mb is 1")
     check_refused(*up_with(tiny_model), *options, words=words)
 
 

@@ -5,6 +5,7 @@ import json
 import socket
 import ssl
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -82,17 +83,30 @@ def plan(
     )
     launch = Launch(router, {})
     endpoint = base.telemetry.otlp_endpoint or ("" if environment.get(_COLLECTOR) else launch.address)
-    threads = base.engine.threads or max(1, num_cores() // len(roles))
+    engines = _engines(base, roles, devices or {})
     workers = {
         role: replace(
             base,
             server=replace(server, host=_LOOPBACK, port=worker_port, http_port=0, health_port=0),
-            engine=replace(base.engine, threads=threads, device=_device(base, role, devices or {})),
+            engine=engines[role],
             telemetry=replace(base.telemetry, otlp_endpoint=endpoint, metrics_port=_metrics_port(base, index)),
         )
         for index, (role, worker_port) in enumerate(ports.items())
     }
     return replace(launch, workers=workers)
+
+
+def _engines(base: Config, roles: list[str], devices: Mapping[str, str | None]) -> dict[str, EngineConfig]:
+    """Each worker's: with a share of the cores, and of its device's memory."""
+    threads = base.engine.threads or max(1, num_cores() // len(roles))
+    places = {role: _device(base, role, devices) for role in roles}
+    num_sharing = Counter(places.values())
+    return {
+        role: replace(
+            base.engine, threads=threads, device=device, memory_share=base.engine.memory_share / num_sharing[device]
+        )
+        for role, device in places.items()
+    }
 
 
 def _check_model(engine: EngineConfig) -> None:

@@ -102,7 +102,7 @@ class EngineConfig:
             page_size=(1, 1024),
             num_pages=(0, math.inf),
             kv_memory_mb=(0, math.inf),
-            memory_share=(0.001, 1.0),
+            memory_share=(1e-6, 1.0),
             threads=(0, 1024),
             max_model_tokens=(0, math.inf),
         )
