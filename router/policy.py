@@ -32,6 +32,7 @@ class Demand:
     num_tokens: int
     num_left: int  # most tokens still to generate
     local_only: bool = False  # no prefill worker can help any more
+    priority: int = 0  # lower goes first
 
     @property
     def num_stored(self) -> int:
@@ -94,6 +95,7 @@ class DecodeState:
     tokens_per_s: float  # of prompts; 0: unknown
     cached_tokens: int  # of this request's
     capacity_tokens: int = _UNBOUNDED  # of prompt and answer, as stored
+    least_priority: int | None = None  # the largest number of what runs there; None: nothing's place can be taken
 
     def fits(self, demand: Demand) -> bool:
         return demand.num_stored <= self.capacity_tokens
@@ -113,6 +115,10 @@ class DecodeState:
     def has_room(self, demand: Demand, headroom_pages: int) -> bool:
         pools = zip(self.needed_pages(demand, headroom_pages), self.available_pages, strict=True)
         return self.num_active < self.max_num_seqs and all(needed <= available for needed, available in pools)
+
+    def may_make_room(self, demand: Demand) -> bool:
+        """Whether something less urgent runs there, whose slot and pages the worker may take for the request."""
+        return self.least_priority is not None and self.least_priority > demand.priority
 
     def load_score(self, demand: Demand, headroom_pages: int) -> float:
         """Share of the free pages of the scarcest pool plus share of the slots in use; lower is better."""
@@ -170,11 +176,19 @@ def _only(prefill: PrefillState, demand: Demand) -> Route:
     return Route(Source.PREFILL_ONLY, prefill.address, None, attributes)
 
 
-def _by_load(demand: Demand, decodes: Iterable[DecodeState], settings: Settings) -> list[DecodeState]:
-    with_room = [d for d in decodes if d.fits(demand) and d.has_room(demand, settings.headroom_pages)]
+def _by_load(demand: Demand, decodes: Sequence[DecodeState], settings: Settings) -> list[DecodeState]:
+    """Those that can take the request, the best first; the last ones by taking a place from something less urgent."""
+    rooms = {decode.address: decode.has_room(demand, settings.headroom_pages) for decode in decodes}
+    able = [d for d in decodes if d.fits(demand) and (rooms[d.address] or d.may_make_room(demand))]
     return sorted(
-        with_room,
-        key=lambda d: (d.load_score(demand, settings.headroom_pages), d.num_active, -min(d.available_pages), d.address),
+        able,
+        key=lambda decode: (
+            not rooms[decode.address],
+            decode.load_score(demand, settings.headroom_pages),
+            decode.num_active,
+            -min(decode.available_pages),
+            decode.address,
+        ),
     )
 
 
@@ -229,8 +243,9 @@ def _why_local(decode: DecodeState, fastest: PrefillState | None, demand: Demand
     # A prefill worker that has measured nothing yet must be given work to measure.
     if local_s is None or fastest.tokens_per_s <= 0:
         return ""
-    # Each of its streams stalls while it computes a prompt.
-    lost_s = local_s * (settings.local_advantage + decode.num_active)
+    lost_s = local_s * (
+        settings.local_advantage + decode.num_active
+    )  # each of its streams stalls while it computes a prompt
     return "predicted to be faster" if lost_s < fastest.ttft_s(demand) else ""
 
 

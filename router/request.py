@@ -112,7 +112,7 @@ class Generation:
     def _demand(self) -> Demand:
         num_left = self._admitted.stop.max_tokens - len(self._output_ids)
         num_tokens = len(self._admitted.prompt_ids) + len(self._output_ids)
-        return Demand(num_tokens, num_left, self._recovery.local_only)
+        return Demand(num_tokens, num_left, self._recovery.local_only, self._admitted.priority)
 
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens

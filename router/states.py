@@ -41,6 +41,7 @@ def decode_state(worker: Worker, cached_tokens: int) -> DecodeState:
         tokens_per_s=load.prefill_tokens_per_s,
         cached_tokens=cached_tokens,
         capacity_tokens=view.capacity_tokens(),
+        least_priority=load.least_priority if load.HasField("least_priority") else None,
     )
 
 

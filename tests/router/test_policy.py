@@ -244,3 +244,27 @@ def test_an_untried_prefill_worker_goes_before_a_fast_one_while_it_is_idle() -> 
         route = choose(PROMPT, [fast, busy], [D], SETTINGS)
         assert route is not None
         assert route.prefill == expected
+
+
+FULL = replace(D, num_active=D.max_num_seqs)
+
+
+@pytest.mark.field("vllm-project/vllm#45561", "vllm-project/vllm#40004", "vllm-project/vllm#54530")
+@pytest.mark.parametrize(
+    ("priority", "least_priority", "goes"),
+    [(0, 5, True), (-1, 0, True), (5, 5, False), (6, 5, False), (0, None, False)],
+)
+def test_urgent_work_goes_to_a_full_worker_where_something_less_urgent_runs(
+    priority: int, least_priority: int | None, goes: bool
+) -> None:
+    full = replace(FULL, least_priority=least_priority)
+    route = choose(replace(PROMPT, priority=priority), [], [full], SETTINGS)
+    assert (route is not None) == goes
+
+
+def test_a_place_of_less_urgent_work_is_taken_only_where_none_is_free() -> None:
+    full = replace(FULL, address="d0", least_priority=9)
+    free = replace(D, address="d1", num_active=D.max_num_seqs - 1)
+    route = choose(PROMPT, [], [full, free], SETTINGS)
+    assert route is not None
+    assert route.decode == "d1"

@@ -242,7 +242,7 @@ class PoolLoad(_message.Message):
     def __init__(self, group: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., pages_promised: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens", "pools", "stalled")
+    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens", "pools", "stalled", "least_priority")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +259,7 @@ class WorkerLoad(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POOLS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
+    LEAST_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_cached: int
@@ -275,4 +276,5 @@ class WorkerLoad(_message.Message):
     prefill_tokens: int
     pools: _containers.RepeatedCompositeFieldContainer[PoolLoad]
     stalled: bool
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., tickets: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ..., stalled: _Optional[bool] = ...) -> None: ...
+    least_priority: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., tickets: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ..., stalled: _Optional[bool] = ..., least_priority: _Optional[int] = ...) -> None: ...

@@ -40,6 +40,10 @@ class DecodeScheduler(Scheduler):
         waiting = sum(len(sequence.token_ids) for sequence in self._waiting)
         return waiting + sum(sequence.num_remaining - 1 for sequence in self._running)
 
+    @property
+    def least_priority(self) -> int | None:
+        return max((sequence.work.priority for sequence in self._running), default=None)
+
     def add(self, sequence: Sequence, now: float) -> None:
         """Take on a sequence whose prompt is computed here.
 

@@ -36,6 +36,11 @@ class Scheduler(ABC):
         return len(self._running)
 
     @property
+    def least_priority(self) -> int | None:
+        """The largest number of a running sequence's, whose place more urgent work may take; None where none may."""
+        return None
+
+    @property
     @abstractmethod
     def queued_prompt_tokens(self) -> int:
         """Tokens still to compute before their sequences can decode."""

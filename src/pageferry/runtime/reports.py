@@ -79,6 +79,7 @@ class Reporter:
             generated_tokens=self.num_generated,
             prefill_tokens=self._num_prefilled,
             pools=_pool_loads(pools, scheduler.tables.claims.num_promised),
+            least_priority=scheduler.least_priority,
         )
 
 
