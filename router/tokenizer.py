@@ -136,9 +136,12 @@ def _template_of(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The template's text, from the file of its own, else from the configuration: a text, or a list of named ones."""
     own_file = directory / "chat_template.jinja"
     if own_file.is_file():
-        return own_file.read_text(encoding="utf-8")
+        try:
+            return own_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgumentError(f"{own_file} can't be read: {error}", reason="MODEL_INVALID") from None
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
-        value = named.get(_DEFAULT_TEMPLATE)
+        entries = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == _DEFAULT_TEMPLATE]
+        value = entries[-1].get("template") if entries else None
     return value if isinstance(value, str) else None

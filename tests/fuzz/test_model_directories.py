@@ -142,10 +142,15 @@ SPECIAL = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template"
 @given(
     tokenizer=altered(TOKENIZER, PARTS).map(as_json) | mutated(st.just(as_json(TOKENIZER))),
     config=altered(SPECIAL, {"chat_template": [[{"name": "default", "template": "x"}], [1], "{% for %}"]}).map(as_json),
+    template=st.none() | st.binary(max_size=20),
 )
-def test_tokenizer_files(directory: Path, tokenizer: bytes, config: bytes) -> None:
+def test_tokenizer_files(directory: Path, tokenizer: bytes, config: bytes, template: bytes | None) -> None:
     (directory / "tokenizer.json").write_bytes(tokenizer)
     (directory / "tokenizer_config.json").write_bytes(config)
+    own_file = directory / "chat_template.jinja"
+    own_file.unlink(missing_ok=True)
+    if template is not None:
+        own_file.write_bytes(template)
     with held_to_contract():
         loaded = load_tokenizer(ModelFiles("fuzzed", "hf", directory))
         ids = loaded.encode("ab a\x00ü<s> b")

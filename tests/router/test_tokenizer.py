@@ -204,6 +204,19 @@ def test_template_from_a_file_of_its_own_and_from_a_list(copied: Path) -> None:
     assert load_tokenizer(resolve_model(str(copied))).apply_chat_template(USER) == "file"
 
 
+@pytest.mark.parametrize("entry", [{"name": [], "template": "x"}, {"name": {}}, {"template": "x"}, "x", None])
+def test_entries_of_a_list_of_templates_that_are_none_are_left_out(copied: Path, entry: object) -> None:
+    config = copied / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": [entry, {"name": "default", "template": "yes"}]}), encoding="utf-8")
+    assert load_tokenizer(resolve_model(str(copied))).apply_chat_template(USER) == "yes"
+
+
+def test_a_template_file_that_is_no_text_is_refused(copied: Path) -> None:
+    (copied / "chat_template.jinja").write_bytes(b"\xff{{ messages }}")
+    with pytest.raises(InvalidArgumentError, match=r"chat_template\.jinja can't be read"):
+        load_tokenizer(resolve_model(str(copied)))
+
+
 def test_a_directory_without_a_tokenizer_is_refused(copied: Path) -> None:
     (copied / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(InvalidArgumentError, match=r"tokenizer\.json can't be read"):
