@@ -16,11 +16,12 @@ from pageferry.cli.__main__ import build_parser, main
 from pageferry.cli.arguments import API_KEY_VARIABLE
 from pageferry.cli.trace import LATE_SPANS_S
 from pageferry.client import SyncClient
-from pageferry.core.config import Config, load_config
+from pageferry.core.config import Config
 from pageferry.core.errors import NotFoundError, UnauthenticatedError, UnavailableError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout
+from pageferry.core.read_config import load_config
 from pageferry.core.tenants import key_digest, parse_tenants, tenant_of
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb

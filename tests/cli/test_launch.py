@@ -8,9 +8,10 @@ import pytest
 
 from pageferry.cli import up
 from pageferry.cli.launch import plan, to_toml
-from pageferry.core.config import Config, EngineConfig, ServerConfig, TelemetryConfig, load_config
+from pageferry.core.config import Config, EngineConfig, ServerConfig, TelemetryConfig
 from pageferry.core.cores import num_cores
 from pageferry.core.errors import InvalidArgumentError, PageferryError, UnavailableError
+from pageferry.core.read_config import load_config
 
 SERVER = ServerConfig(port=0, http_port=0)
 

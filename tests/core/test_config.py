@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from pageferry.core.config import Config, EngineConfig, RouterConfig, SchedulerConfig, ServerConfig, load_config
+from pageferry.core.config import Config, EngineConfig, RouterConfig, SchedulerConfig, ServerConfig
 from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.read_config import load_config
 
 
 def write(directory: Path, text: str) -> Path:

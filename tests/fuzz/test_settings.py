@@ -7,9 +7,10 @@ import pytest
 from fuzzing import JSON_VALUES, held_to_contract, mutated
 from hypothesis import given, strategies as st
 
-from pageferry.core.config import Config, load_config
+from pageferry.core.config import Config
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
+from pageferry.core.read_config import load_config
 from pageferry.core.settings import parse_overrides
 
 WRITTEN = b"""

@@ -16,7 +16,7 @@ from pageferry.cli.launch import Launch, plan
 from pageferry.cli.run_directory import run_directory
 from pageferry.cli.supervisor import Report, Supervisor
 from pageferry.client import Client
-from pageferry.core.config import Config, ServerConfig, load_config
+from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -24,6 +24,7 @@ from pageferry.core.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from pageferry.core.read_config import load_config
 from pageferry.core.settings import parse_overrides
 from pageferry.runtime.process import ENGINE_OPTIONS, add_engine_options, given_settings
 from pageferry.v1 import inference_pb2 as pb

@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from pageferry.core.config import Config, load_config
+from pageferry.core.config import Config
 from pageferry.core.errors import PageferryError
+from pageferry.core.read_config import load_config
 from pageferry.core.settings import parse_overrides
 from pageferry.runtime.logs import configure_logging, log
 
