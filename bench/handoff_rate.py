@@ -42,8 +42,9 @@ from pageferry.runtime.frames import FrameKey
 from pageferry.runtime.malloc import keep_freed_memory
 from pageferry.runtime.page_wire import add_page_service
 from pageferry.runtime.push import PushClient, PushParts
-from pageferry.runtime.receive import Grant, PageReceiver
+from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.tickets import Grant
 
 SHM_SHARE, INLINE_SHARE = 0.5, 0.8  # of the plain copy, and of gRPC's own stream
 MESSAGE_BYTES = 1 << 20

@@ -13,7 +13,7 @@ from pageferry.core.sequence import Sequence
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.frames import FrameKey
 from pageferry.runtime.metrics import WorkerMetrics
-from pageferry.runtime.receive import Grant
+from pageferry.runtime.tickets import Grant
 
 Places = Mapping[PageKey, Place]
 

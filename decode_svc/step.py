@@ -10,8 +10,8 @@ from pageferry.core.plan import Emitted, Ended, Output, Plan, Runner, SampledTok
 from pageferry.core.pools import PagePools
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.decode_svc.desk import DeskActions, TicketDesk
-from pageferry.runtime.receive import Grant
 from pageferry.runtime.reports import Report
+from pageferry.runtime.tickets import Grant
 from pageferry.runtime.worker_step import ChunkDone, WorkerStep
 
 RESERVE_RETRY_MS = 50

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from pageferry.core.errors import InternalError, PageferryError, ResourceExhaustedError, UnavailableError
-from pageferry.router.dispatch import Grant
+from pageferry.router.ask import Grant
 from pageferry.router.failures import (
     DecodeLostError,
     PrefillFailedError,

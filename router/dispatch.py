@@ -3,77 +3,18 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, UnavailableError
-from pageferry.core.prefix import page_hashes
+from pageferry.router.ask import Ask, Grant
 from pageferry.router.fleet import Fleet
 from pageferry.router.forecast import forecast
-from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, choose
-from pageferry.router.queue import Queued, RequestQueue
+from pageferry.router.policy import DecodeState, PrefillState, Settings, choose
+from pageferry.router.queue import RequestQueue
 from pageferry.router.states import capacity_tokens, decode_state, may_hold, prefill_state
-from pageferry.router.view import Dispatched
 from pageferry.router.workers import Role, Worker
 from pageferry.runtime.logs import log
 
 RETRY_AFTER_MS = 1000  # once no worker is there
-
-
-@dataclass(slots=True, eq=False)
-class Grant:
-    """Leave to send a request to the route's workers; counted against them until `release`.
-
-    The choice took from `began` to `ended`; the request had waited since its `Ask.enqueued`. Times are the
-    dispatcher's clock's.
-    """
-
-    route: Route
-    prefill: Worker | None
-    decode: Worker | None
-    began: float
-    ended: float
-    prefill_work: Dispatched | None = None
-    decode_work: Dispatched | None = None
-
-    def release(self) -> None:
-        """The work is over, or was never begun; idempotent."""
-        for worker, work in ((self.prefill, self.prefill_work), (self.decode, self.decode_work)):
-            if worker is not None and work is not None:
-                worker.view.forget(work)
-
-
-@dataclass(slots=True, eq=False)
-class Ask(Queued):
-    """A request as far as choosing workers goes; changed between tries by its owner."""
-
-    token_ids: list[int]  # prompt, then what was generated before a retry
-    demand: Demand
-    cache_salt: str = ""
-    excluded: dict[str, bytes] = field(default_factory=dict)  # incarnations that failed it, by the worker's address
-    fingerprint: str = ""  # of the model that began the answer; empty: any will do
-    hashes: dict[bytes, list[bytes]] = field(default_factory=dict)  # by layout, as far as computed
-    granted: "asyncio.Future[Grant]" = field(init=False)  # once it is in the queue
-    enqueued: float = 0.0
-
-    def has_model_of(self, worker: Worker) -> bool:
-        """Whether the worker's model is the one that began the answer, if one did."""
-        return self.fingerprint in ("", worker.view.identity.fingerprint)
-
-    def may_use(self, worker: Worker) -> bool:
-        """Whether the worker could go on with it, and has not failed it since it was started."""
-        return self.has_model_of(worker) and self.excluded.get(worker.address) != worker.view.incarnation
-
-    def cached_tokens(self, worker: Worker) -> int:
-        """How many of its tokens the worker has in its cache and would not compute, or be sent, again."""
-        layout = worker.view.layout
-        assert layout is not None, "a ready worker has a layout"
-        key = layout.cache_key()
-        hashes = self.hashes.get(key, [])
-        if len(hashes) < len(self.token_ids) // layout.page_size:
-            hashes = page_hashes(self.token_ids, layout.page_size, salt=self.cache_salt, layout_key=key, known=hashes)
-            self.hashes[key] = hashes
-        whole_pages = (len(self.token_ids) - 1) // layout.page_size * layout.page_size
-        return min(worker.view.cached_tokens(hashes), whole_pages)
 
 
 class Dispatcher:

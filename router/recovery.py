@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import Span
 
 from pageferry.core.errors import PageferryError, UnavailableError
-from pageferry.router.dispatch import Ask
+from pageferry.router.ask import Ask
 from pageferry.router.failures import (
     DecodeLostError,
     RefusedError,

@@ -12,9 +12,10 @@ from opentelemetry.util.types import AttributeValue
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
 from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.router.admission import Admitted
+from pageferry.router.ask import Ask, Grant
 from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.detokenize import TextStream
-from pageferry.router.dispatch import Ask, Dispatcher, Grant
+from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
 from pageferry.router.policy import Demand

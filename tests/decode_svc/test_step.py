@@ -25,7 +25,7 @@ from pageferry.core.pools import PagePools
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.decode_svc.desk import Places
 from pageferry.decode_svc.step import ChunkDone, Completed, DecodeStep, Event, Failed, HandoffEnded
-from pageferry.runtime.receive import FrameKey
+from pageferry.runtime.frames import FrameKey
 from pageferry.v1.inference_pb2 import WorkerLoad
 
 B = LAYOUT.page_size

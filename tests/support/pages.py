@@ -15,7 +15,7 @@ from pageferry.core.plan import SampledToken
 from pageferry.core.pool import PageId
 from pageferry.engine.copies import read_by_page, write_by_page
 from pageferry.runtime.frames import FrameKey
-from pageferry.runtime.receive import Grant
+from pageferry.runtime.tickets import Grant
 
 TICKET = bytes(range(16))
 REQUEST = "request"  # that it is for

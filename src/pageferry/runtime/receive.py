@@ -1,10 +1,9 @@
 """The receiving end of a hand-off: pages are copied to where they were reserved, checked there, and acknowledged."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from opentelemetry import trace
@@ -18,7 +17,6 @@ from pageferry.core.errors import (
     invalid,
 )
 from pageferry.core.handoff import Arrivals
-from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.page_io import PageSink
 from pageferry.core.plan import SampledToken
 from pageferry.runtime.carriers import INLINE, SHM
@@ -27,7 +25,6 @@ from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.frames import (
     TRANSPORT,
     Arrival,
-    FrameKey,
     arrivals_inline,
     arrivals_staged,
     check_sealed,
@@ -35,52 +32,12 @@ from pageferry.runtime.frames import (
     describe_pages,
 )
 from pageferry.runtime.staging import OwnRegion, OwnRegions
+from pageferry.runtime.tickets import Grant, TicketDesk
 from pageferry.v1 import page_pb2, page_pb2_grpc
 
 MAX_UNCOPIED_MESSAGES = 8
 ACK_FRAMES = 16  # so many are acknowledged even while more are waiting to be copied
 CANCEL_DELAY_S = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class Grant:
-    """The right to fill pages, which hold a reference of this push from `TicketDesk.open` to `TicketDesk.close`.
-
-    `places` says where each page to receive goes. Where the desk ends the ticket on its own (expired, or its request
-    is over), it calls `end`, on the event loop; the push then ends with that error.
-    """
-
-    ticket: bytes
-    lease_ms: int
-    places: Mapping[PageKey, Place] = field(default_factory=dict)
-    ended: "asyncio.Future[PageferryError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-
-    def end(self, error: PageferryError) -> None:
-        if not self.ended.done():
-            self.ended.set_result(error)
-
-
-class TicketDesk(Protocol):
-    """Who knows the tickets: the decode service, on its engine's thread. All methods are called on the event loop."""
-
-    async def open(self, ticket: bytes, request_id: str, layout: CacheLayout) -> Grant:
-        """Open the request's ticket and take a reference to each page of the grant. Or FailedPreconditionError."""
-        ...
-
-    def receive(self, grant: Grant, frames: Sequence[FrameKey]) -> None:
-        """Frames lie in their pages (none: a keep-alive): record them and renew the lease. Does not wait."""
-        ...
-
-    async def commit(self, grant: Grant, covered_tokens: int, first: tuple[int, SampledToken] | None) -> None:
-        """All is there. FailedPreconditionError where it is not; then nothing has changed."""
-        ...
-
-    def close(self, grant: Grant, error: PageferryError | None) -> None:
-        """The push is over and no copy runs any more: give the pages' references back, and abort the ticket if `error`.
-
-        Called exactly once for each grant. Does not wait.
-        """
-        ...
 
 
 class PageReceiver(page_pb2_grpc.PageServiceServicer):
