@@ -71,10 +71,7 @@ async def _serve(
 
     incarnation = secrets.token_bytes(INCARNATION_BYTES)
     publisher = Publisher(WorkerHub(incarnation, main.snapshot), WorkerMetrics())
-    publisher.metrics.follow_open_calls(lambda: server.num_open)
-    server.add(add_WorkerServiceServicer_to_server, publisher.hub, "pageferry.v1.WorkerService")
-    server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: server.num_open), ADMIN_SERVICE)
-    main.register(server)
+    _add_services(server, main, publisher, drain)
     port = await server.start()
     if config.telemetry.metrics_port:
         publisher.metrics.serve(config.server.host, config.telemetry.metrics_port, certificates)
@@ -94,6 +91,18 @@ async def _serve(
         await _until_over(engine, stopping, watching, drain)
     finally:
         watching.cancel()
+
+
+def _add_services(
+    server: GrpcServer,
+    main: WorkerMain[Any],
+    publisher: Publisher,
+    drain: Callable[[float | None], Awaitable[int]],
+) -> None:
+    publisher.metrics.follow_open_calls(lambda: server.num_open)
+    server.add(add_WorkerServiceServicer_to_server, publisher.hub, "pageferry.v1.WorkerService")
+    server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: server.num_open), ADMIN_SERVICE)
+    main.register(server)
 
 
 async def _until_over(
