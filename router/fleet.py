@@ -55,7 +55,7 @@ class Fleet:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be served: a decode worker is ready, and of the prefill workers one is, or all have died.
+        """Whether requests can be served: a decode worker is ready, and a prefill worker is, or all of those have died.
 
         A decode worker alone can serve, so a fleet stays ready when its prefill workers die. It is not where one is yet
         to be seen first, or one was refused: that is a mistake of who has set it up, and shall show.
