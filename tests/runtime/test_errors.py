@@ -116,6 +116,7 @@ def rpc_error(code: grpc.StatusCode, details: str, *metadata: tuple[str, bytes])
         (grpc.StatusCode.INTERNAL, "Stream removed"),
         (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
         (grpc.StatusCode.CANCELLED, "Received RST_STREAM with error code 8"),
+        (grpc.StatusCode.CANCELLED, "CANCELLED"),
         (grpc.StatusCode.UNKNOWN, "Stream removed"),
         (grpc.StatusCode.UNKNOWN, ""),
         (grpc.StatusCode.UNAVAILABLE, "Connection reset by peer"),

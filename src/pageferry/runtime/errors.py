@@ -20,6 +20,9 @@ MAX_VIOLATIONS = 8
 _DETAILS_KEY = "grpc-status-details-bin"
 _CLASSES = {kind.code: kind for kind in errors.PageferryError.__subclasses__()}
 # What the transport reports, as INTERNAL or CANCELLED, where the peer or a proxy dropped a stream half-way.
+_DROPPED = (
+    "CANCELLED"  # details of a call that was on its way when the peer's server stopped, before any handler had it
+)
 _BROKEN_STREAM = ("Stream removed", "RST_STREAM", "GOAWAY", "Socket closed", "Connection reset")
 
 
@@ -77,6 +80,8 @@ def _is_broken_stream(code: grpc.StatusCode, message: str) -> bool:
     if code is grpc.StatusCode.UNKNOWN:
         return True
     transport_codes = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+    if code is grpc.StatusCode.CANCELLED and message == _DROPPED:
+        return True
     return code in transport_codes and any(sign in message for sign in _BROKEN_STREAM)
 
 

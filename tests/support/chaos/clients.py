@@ -13,6 +13,7 @@ from cluster import Stub, greedy
 from chaos.prompts import Golden
 from chaos.script import PATIENCE_S, Ask
 from chaos.trouble import Trouble
+from pageferry.runtime.errors import from_rpc_error
 from pageferry.v1 import inference_pb2 as pb
 
 # What a request may end with beside success; UNAVAILABLE only if its router is disturbed, or more than one worker: what
@@ -53,7 +54,7 @@ class Clients:
         try:
             outcome = await self._read(call, ask, answer)
         except grpc.aio.AioRpcError as error:
-            outcome = error.code().name
+            outcome = _status(error)
             self._judge_failure(ask, answer, began, error)
         except AssertionError as error:
             outcome = "wrong"
@@ -96,7 +97,7 @@ class Clients:
         return "cancelled"
 
     def _judge_failure(self, ask: Ask, answer: Answer, began: float, error: grpc.aio.AioRpcError) -> None:
-        status = error.code().name
+        status = _status(error)
         is_late = status == "DEADLINE_EXCEEDED" and ask.timeout_s < PATIENCE_S
         troubled = self._trouble.between(began, time.monotonic())
         is_excused = status != "UNAVAILABLE" or f"router{ask.router}" in troubled or len(troubled) > 1
@@ -112,3 +113,9 @@ class Clients:
         difference = "" if ask.seed is not None else self._goldens[ask.prompt].differs(answer.token_ids)
         if difference:
             self._complain(f"{ask}: {difference}")
+
+
+def _status(error: grpc.aio.AioRpcError) -> str:
+    """As the client library names it, which takes a call that a stopping server dropped for one that found none."""
+    dropped = error.code() is grpc.StatusCode.CANCELLED
+    return from_rpc_error(error).code if dropped else str(error.code().name)
