@@ -14,8 +14,8 @@ from pageferry.core.errors import invalid
 from pageferry.core.model_files import load_config_of, resolve_model, sampling_defaults
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
-from pageferry.router.http import build_app, serve_http
-from pageferry.router.http_tls import HttpTls
+from pageferry.router.gateway.http import build_app, serve_http
+from pageferry.router.gateway.tls import HttpTls
 from pageferry.router.service import InferenceServicer, authorization_of
 from pageferry.router.tokenizer import load_tokenizer
 from pageferry.runtime.access import check_local

@@ -9,8 +9,8 @@ from fuzzing import JSON_VALUES, altered, as_json, held_to_contract, mutated
 from hypothesis import given, strategies as st
 from prometheus_client import CollectorRegistry
 
-from pageferry.router.http import build_app
-from pageferry.router.openai_request import parse_chat, parse_completion
+from pageferry.router.gateway.http import build_app
+from pageferry.router.gateway.openai_request import parse_chat, parse_completion
 
 COMPLETION = {
     "model": "tiny",

@@ -16,7 +16,7 @@ from fake_workers import Rig, Script, eventually
 
 from pageferry.core.config import Config, SecurityConfig, ServerConfig
 from pageferry.core.tenants import key_digest
-from pageferry.router.http import build_app
+from pageferry.router.gateway.http import build_app
 from pageferry.router.service import InferenceServicer
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer

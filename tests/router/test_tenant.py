@@ -16,7 +16,7 @@ from pageferry.core.config import Config, RouterConfig
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
 from pageferry.core.prefix import page_hashes
 from pageferry.core.tenants import key_digest
-from pageferry.router.http import build_app
+from pageferry.router.gateway.http import build_app
 from pageferry.router.tenant import CHECK_S, Callers, Salts
 from pageferry.v1 import inference_pb2 as pb
 

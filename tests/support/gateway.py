@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
-from pageferry.router.http import build_app, serve_http
-from pageferry.router.http_generation import Generator
+from pageferry.router.gateway.generation import Generator
+from pageferry.router.gateway.http import build_app, serve_http
 
 
 @asynccontextmanager

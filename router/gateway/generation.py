@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pageferry.core.errors import InternalError, PageferryError
-from pageferry.router import openai_reply as reply
-from pageferry.router.openai_request import ParsedRequest
+from pageferry.router.gateway import openai_reply as reply
+from pageferry.router.gateway.openai_request import ParsedRequest
 from pageferry.runtime.logs import log
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 

@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pageferry.router.strict_json import Json, decode_json, kind_of, refuse, shown
+from pageferry.router.gateway.strict_json import Json, decode_json, kind_of, refuse, shown
 from pageferry.v1 import inference_pb2 as pb
 
 _UINT32 = 2**32 - 1

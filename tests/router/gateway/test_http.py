@@ -19,7 +19,7 @@ from pageferry.core.errors import (
     UnavailableError,
     invalid,
 )
-from pageferry.router.http import build_app, serve_http
+from pageferry.router.gateway.http import build_app, serve_http
 from pageferry.v1 import types_pb2 as types
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

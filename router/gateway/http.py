@@ -23,13 +23,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnauthenticatedError, UnavailableError
-from pageferry.router import openai_reply as reply
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
-from pageferry.router.http_generation import GenerationResponse, Generator, dump
-from pageferry.router.http_protocol import HttpProtocol
-from pageferry.router.http_tls import HttpTls
-from pageferry.router.openai_request import ParsedRequest, parse_chat, parse_completion
-from pageferry.router.strict_json import refuse
+from pageferry.router.gateway import openai_reply as reply
+from pageferry.router.gateway.generation import GenerationResponse, Generator, dump
+from pageferry.router.gateway.openai_request import ParsedRequest, parse_chat, parse_completion
+from pageferry.router.gateway.protocol import HttpProtocol
+from pageferry.router.gateway.strict_json import refuse
+from pageferry.router.gateway.tls import HttpTls
 from pageferry.runtime.logs import log
 
 _MAX_REQUEST_ID = 128

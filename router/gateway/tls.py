@@ -10,8 +10,8 @@ from starlette.types import Receive, Scope, Send
 
 from pageferry.core.errors import PermissionDeniedError
 from pageferry.core.security import SecurityConfig
-from pageferry.router import openai_reply as reply
-from pageferry.router.http_protocol import HttpProtocol
+from pageferry.router.gateway import openai_reply as reply
+from pageferry.router.gateway.protocol import HttpProtocol
 from pageferry.runtime.access import check_ids
 from pageferry.runtime.tls import Certificates
 

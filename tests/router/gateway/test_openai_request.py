@@ -4,7 +4,7 @@ import math
 import pytest
 
 from pageferry.core.errors import InvalidArgumentError
-from pageferry.router.openai_request import parse_chat, parse_completion
+from pageferry.router.gateway.openai_request import parse_chat, parse_completion
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -10,7 +10,7 @@ import pytest
 from fake_frontend import FakeFrontend
 from gateway import serving
 
-from pageferry.router import http, http_protocol
+from pageferry.router.gateway import http, protocol
 
 BODY = b'{"prompt":"a","stream":true}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -72,7 +72,7 @@ async def test_a_body_that_breaks_after_the_answer_ends_the_connection(caplog: p
 async def test_who_never_gets_to_the_point_is_cut_off(
     before: bytes, sent: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(http_protocol, "HEADER_S", 0.3)
+    monkeypatch.setattr(protocol, "HEADER_S", 0.3)
     async with serving(FakeFrontend()) as url:
         async with connected(url) as (reader, writer):
             if before:
@@ -92,7 +92,7 @@ async def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_long_answer_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_protocol, "HEADER_S", 0.5)
+    monkeypatch.setattr(protocol, "HEADER_S", 0.5)
     gate = asyncio.Event()
     frontend = FakeFrontend((*fake.HELLO[:2], gate, *fake.HELLO[2:]))
     async with serving(frontend) as url, connected(url) as (reader, writer):

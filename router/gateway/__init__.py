@@ -1,0 +1,1 @@
+"""The HTTP gateway: OpenAI's interface in front of the router's frontend."""
