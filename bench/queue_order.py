@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import full_group
 from pageferry.core.layout import CacheLayout
-from pageferry.router.policy import Demand, PrefillState
+from pageferry.router.candidates import Demand, PrefillState
 from pageferry.router.queue import Queued, RequestQueue
 
 TOKENS_PER_S = 1200.0

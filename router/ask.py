@@ -4,7 +4,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from pageferry.core.prefix import page_hashes
-from pageferry.router.policy import Demand, Route
+from pageferry.router.candidates import Demand
+from pageferry.router.policy import Route
 from pageferry.router.queue import Queued
 from pageferry.router.view import Dispatched
 from pageferry.router.workers import Worker

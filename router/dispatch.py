@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, UnavailableError
 from pageferry.router.ask import Ask, Grant
+from pageferry.router.candidates import DecodeState, PrefillState
 from pageferry.router.fleet import Fleet
 from pageferry.router.forecast import forecast
-from pageferry.router.policy import DecodeState, PrefillState, Settings, choose
+from pageferry.router.policy import Settings, choose
 from pageferry.router.queue import RequestQueue
 from pageferry.router.states import capacity_tokens, decode_state, may_hold, prefill_state
 from pageferry.router.workers import Role, Worker

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pageferry.core.errors import ResourceExhaustedError
+from pageferry.router.candidates import DecodeState, Demand, PrefillState
 from pageferry.router.pace import retry_ms
-from pageferry.router.policy import DecodeState, Demand, PrefillState
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.router.admission import Admitted
 from pageferry.router.ask import Ask, Grant
 from pageferry.router.attempt import Attempt, Tokens
+from pageferry.router.candidates import Demand
 from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
-from pageferry.router.policy import Demand
 from pageferry.router.recovery import Recovery, Retries
 from pageferry.router.request_span import Timeline
 from pageferry.runtime.convert import finish_to_proto, work_to_proto

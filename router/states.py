@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from pageferry.router.admission import Limits
+from pageferry.router.candidates import DecodeState, PrefillState
 from pageferry.router.fleet import Fleet
-from pageferry.router.policy import DecodeState, PrefillState
 from pageferry.router.workers import Role, Worker
 
 _PAGE_SIZE = 16  # while no worker has been seen

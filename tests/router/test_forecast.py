@@ -8,8 +8,8 @@ from pageferry.core.errors import ResourceExhaustedError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import full_group
 from pageferry.core.layout import CacheLayout
+from pageferry.router.candidates import DecodeState, Demand, PrefillState
 from pageferry.router.forecast import Forecast, forecast
-from pageferry.router.policy import DecodeState, Demand, PrefillState
 
 LAYOUT = CacheLayout(
     "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)

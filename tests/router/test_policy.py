@@ -8,7 +8,8 @@ from hypothesis import given, strategies as st
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup, full_group
 from pageferry.core.layout import CacheLayout
-from pageferry.router.policy import DecodeState, Demand, PrefillState, Route, Settings, Source, choose
+from pageferry.router.candidates import DecodeState, Demand, PrefillState
+from pageferry.router.policy import Route, Settings, Source, choose
 
 LAYOUT = CacheLayout(
     "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)
