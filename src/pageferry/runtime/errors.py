@@ -19,10 +19,9 @@ MAX_DESCRIPTION_BYTES = 256
 MAX_VIOLATIONS = 8
 _DETAILS_KEY = "grpc-status-details-bin"
 _CLASSES = {kind.code: kind for kind in errors.PageferryError.__subclasses__()}
+# Details of a call that was on its way when the peer's server stopped, before any handler had it.
+_DROPPED = "CANCELLED"
 # What the transport reports, as INTERNAL or CANCELLED, where the peer or a proxy dropped a stream half-way.
-_DROPPED = (
-    "CANCELLED"  # details of a call that was on its way when the peer's server stopped, before any handler had it
-)
 _BROKEN_STREAM = ("Stream removed", "RST_STREAM", "GOAWAY", "Socket closed", "Connection reset")
 
 
