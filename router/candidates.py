@@ -36,12 +36,13 @@ class PrefillState:
     cached_tokens: int  # of this request's
     num_running: int = 0
     refuses: bool = False  # it has no room until its next load report
+    has_failed: bool = False  # a request, since it was started
     capacity_tokens: int = _UNBOUNDED  # of one prompt
 
     @property
     def is_untried(self) -> bool:
-        """Whether it has measured nothing and has nothing to do."""
-        return not (self.tokens_per_s or self.queued_tokens or self.num_waiting or self.num_running)
+        """Whether it has measured nothing, has nothing to do, and has not failed at its first try."""
+        return not (self.has_failed or self.tokens_per_s or self.queued_tokens or self.num_waiting or self.num_running)
 
     def fits(self, demand: Demand) -> bool:
         return demand.num_tokens <= self.capacity_tokens

@@ -54,6 +54,7 @@ class Recovery:
     def failed(self, failure: WorkerFailedError, ask: Ask, num_tokens: int) -> None:
         """Another worker is to go on after `num_tokens`. One that drains has not failed, and is left for nothing."""
         self._failure = failure
+        failure.worker.view.has_failed |= not failure.is_drained
         ask.excluded[failure.worker.address] = failure.identity.incarnation
         if num_tokens:  # an answer that another model went on with would be neither's
             ask.fingerprint = failure.identity.fingerprint

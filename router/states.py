@@ -23,6 +23,7 @@ def prefill_state(worker: Worker, cached_tokens: int) -> PrefillState:
         cached_tokens=cached_tokens,
         num_running=view.load.running,
         refuses=view.refusing,
+        has_failed=view.has_failed,
         capacity_tokens=view.capacity_tokens(),
     )
 

@@ -42,6 +42,7 @@ class WorkerView:
         self.load = WorkerLoad()
         self.draining = False
         self.refusing = False  # it has refused work since its last load report
+        self.has_failed = False  # it has failed a request since it was started
         self._next_sequence = 1
         self._cached: set[bytes] = set()
         self._dispatched: dict[Dispatched, None] = {}
@@ -83,6 +84,7 @@ class WorkerView:
         layout = layout_from_proto(snapshot.layout)
         if message.incarnation != self.incarnation:
             self._dispatched.clear()
+            self.has_failed = False
         self.incarnation = message.incarnation
         self.snapshot, self.layout = snapshot, layout
         self.draining = snapshot.draining

@@ -286,6 +286,17 @@ async def test_requests_go_on_without_prefill_workers(rig: Make) -> None:
         assert len((await router.generate(ask())).token_ids) == 3
 
 
+async def test_an_untried_prefill_worker_that_fails_does_not_draw_all_requests(rig: Make) -> None:
+    async with rig(num_prefill=2) as router:
+        broken, good = router.prefills
+        broken.failure = InternalError("engine failed")
+        good.publish(prefill_tokens_per_s=1e6)
+        await router.until(lambda: router.fleet.workers[1].view.load.prefill_tokens_per_s == 1e6)
+        for _ in range(5):
+            assert len((await router.generate(ask())).token_ids) == 3
+        assert (len(broken.works), len(good.works)) == (1, 5)
+
+
 async def test_both_decode_workers_are_used(rig: Make) -> None:
     async with rig(num_decode=2) as router:
         for decode in router.decodes:
