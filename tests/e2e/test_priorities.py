@@ -67,3 +67,23 @@ async def test_equals_never_take_each_others_slots(cluster: Cluster) -> None:
         answers = await asyncio.gather(*(generate(stub, request, timeout_s=PATIENCE_S) for request in requests))
         assert all(len(answer.token_ids) == 200 for answer in answers)
         assert await preemptions(stub) == before
+
+
+@pytest.mark.field("sgl-project/sglang#32549", "ROCm/ATOM#1835", "sgl-project/sglang#34623")
+async def test_a_short_prompt_does_not_wait_for_the_long_ones_before_it(cluster: Cluster) -> None:
+    ended: list[str] = []
+    async with connected(cluster) as stub:
+
+        async def ask(name: str, prompt: list[int]) -> None:
+            await generate(stub, greedy(prompt, 2), timeout_s=PATIENCE_S)
+            ended.append(name)
+
+        longs = [[4 + (index * 31 + 17 * number) % 250 for index in range(4000)] for number in range(8)]
+        asked = [asyncio.create_task(ask(f"long-{number}", prompt)) for number, prompt in enumerate(longs)]
+        while (await stub.GetStatus(pb.GetStatusRequest())).running == 0:  # noqa: ASYNC110 - another process's doing
+            await asyncio.sleep(0.005)
+        num_before = len(ended)
+        await ask("short", [9] * 64)
+        await asyncio.gather(*asked)
+        await wait_idle(stub, PATIENCE_S)
+    assert ended.index("short") - num_before <= 3, ended
