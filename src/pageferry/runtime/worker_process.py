@@ -119,5 +119,5 @@ async def _until_over(
         failure = engine.failed.result()
         log("engine_failed", level="error", error=failure)
         await drain(_FAILED_CALLS_S)
-        raise InternalError(f"the engine failed: {type(failure).__name__}: {failure}", reason="ENGINE_FAILED")
+        raise InternalError(f"the engine failed: {type(failure).__name__}", reason="ENGINE_FAILED")
     await drain(None)
