@@ -1,4 +1,5 @@
 import argparse
+import os
 import socket
 import tomllib
 from dataclasses import replace
@@ -43,7 +44,7 @@ def test_every_process_has_its_configuration(tiny_model: Path, tmp_path: Path) -
     assert router.command[1:3] == ("-m", "pageferry.router")
     assert prefill.command[1:] == (
         *("-m", "pageferry.prefill_svc"),
-        *("--config", str(tmp_path / "prefill-0.toml"), "--die-with-parent"),
+        *("--config", str(tmp_path / "prefill-0.toml"), f"--die-with-parent={os.getpid()}"),
     )
     assert "PAGEFERRY_SERVER_PORT" not in prefill.environment and prefill.environment["HOME"] == "/h"
     assert prefill.environment["PYTHONSAFEPATH"] == "1"

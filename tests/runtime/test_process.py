@@ -172,6 +172,12 @@ def test_a_process_that_is_asked_to_ends_with_its_parent() -> None:
     assert parent.returncode == 9
 
 
+def test_a_process_whose_parent_ended_before_it_began_ends_too() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    assert run("serve", f"--die-with-parent={ended.pid}").returncode == -signal.SIGTERM
+
+
 def test_help_names_the_command_as_it_is_typed() -> None:
     command = [sys.executable, "-m", "pageferry.router", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import socket
 import ssl
 import sys
@@ -160,7 +161,7 @@ def _spec(role: str, config: Config, directory: Path, environment: Mapping[str, 
     path = directory / f"{role}.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     module = {"router": "router", "prefill": "prefill_svc", "decode": "decode_svc"}[role.partition("-")[0]]
-    command = (sys.executable, "-m", f"pageferry.{module}", "--config", str(path), "--die-with-parent")
+    command = (sys.executable, "-m", f"pageferry.{module}", "--config", str(path), f"--die-with-parent={os.getpid()}")
     threads = 1 if role == "router" else config.engine.threads
     # The settings are in the file; a variable would win over it, in every process alike.
     inherited = {name: value for name, value in environment.items() if not name.startswith("PAGEFERRY_")}

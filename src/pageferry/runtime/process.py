@@ -90,8 +90,8 @@ def lasting_objects() -> Iterator[None]:
 def _exit_code(main: Main, name: str, arguments: list[str] | None, engine_options: Iterable[str]) -> int:
     try:
         options = _parse(name, sys.argv[1:] if arguments is None else arguments, engine_options)
-        if options.die_with_parent:
-            _die_with_parent()
+        if options.die_with_parent is not None:
+            _die_with_parent(options.die_with_parent or os.getppid())
         overrides = parse_overrides(options.set) | given_settings(options)
         config = load_config(options.config, dict(os.environ), overrides)
         configure_logging(name, config.telemetry.log_level)
@@ -125,19 +125,23 @@ def _parse(name: str, arguments: list[str], engine_options: Iterable[str]) -> ar
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="override one field; may be repeated"
     )
     parser.add_argument(
-        "--die-with-parent", action="store_true", help="stop when the process that started this one ends"
+        "--die-with-parent",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PID",
+        help="stop when the process that started this one ends; with its id, also where that was before this began",
     )
     add_engine_options(parser, engine_options)
     return parser.parse_args(arguments)
 
 
-def _die_with_parent() -> None:
-    """Get SIGTERM when the parent ends, however it ends."""
+def _die_with_parent(parent: int) -> None:
+    """Get SIGTERM when the parent ends, however it ends, or where it has ended already."""
     if sys.platform != "linux":
         return
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
