@@ -154,7 +154,7 @@ async def test_an_engine_that_fails_ends_the_process_with_the_reason() -> None:
         process.main.step.failing = True
         assert process.main.engine is not None
         process.main.engine.post(lambda: None)
-        with pytest.raises(InternalError, match="^the engine failed: MemoryError$"):
+        with pytest.raises(InternalError, match=r"^the engine failed: MemoryError$"):
             await process.task
 
 
