@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fake_engine import LAYOUT, golden
-from handoff_bench import Bench, Settings, Side, drain, failure, until
+from handoff_bench import Bench, Gate, Settings, Side, drain, failure, until
 from prometheus_client.parser import text_string_to_metric_families
 
 B = LAYOUT.page_size
@@ -45,7 +45,14 @@ async def test_what_is_found_of_forced_tokens_is_no_hit_of_the_prompt() -> None:
 async def test_preempted_prompts_that_differ_are_no_hits() -> None:
     async with Bench(Settings(), Settings(num_pages=12)) as bench:
         prompts = [range(100 * number, 100 * number + 3 * B) for number in range(3)]
+        gate = bench.d.runner.before = Gate()
         calls = [bench.decode(f"r{n}", prompt, local=True, max_tokens=6 * B) for n, prompt in enumerate(prompts)]
+
+        async def have_come() -> bool:
+            return bench.d.worker.num_calls == 3
+
+        await until(have_come)
+        gate.open()
         answers = await asyncio.gather(*map(drain, calls))
         for prompt, messages in zip(prompts, answers, strict=True):
             tokens = [token.token_id for message in messages for token in message.tokens.tokens]
