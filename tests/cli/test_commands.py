@@ -12,7 +12,7 @@ import pytest
 from fake_trace import TRACE_ID
 
 from pageferry.cli import chat, status
-from pageferry.cli.__main__ import build_parser, main
+from pageferry.cli.__main__ import _message, build_parser, main
 from pageferry.cli.arguments import API_KEY_VARIABLE
 from pageferry.cli.trace import LATE_SPANS_S
 from pageferry.client import SyncClient
@@ -70,6 +70,13 @@ async def test_a_prompt_from_standard_input(
     async with fake_inference.serving() as (address, service):
         assert await run("generate", "-", "--raw", "--address", address) == 0
     assert service.frontend.requests[0].prompt == "from a file"
+
+
+def test_an_expired_certificate_is_not_taken_for_one_of_another_authority() -> None:
+    said = "failed to connect to all addresses; last error: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK"
+    arguments = build_parser().parse_args(["status", "--address", DOWN])
+    message = _message(UnavailableError(said), arguments)
+    assert message == f"no router answers at {DOWN}: its certificate is past its last day, or a clock is wrong"
 
 
 async def test_an_error_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ _UNREACHED = ("failed to connect", "dns resolution failed", "errors resolving") 
 # The same of connections that came about and could not be trusted, by one side or the other.
 _DISTRUSTED = {
     "socket closed": "it ends the connection; it may be encrypted or want a certificate: --ca, --cert and --key",
+    "certificate has expired": "its certificate is past its last day, or a clock is wrong",
     "certificate_verify_failed": "its certificate is not signed by whom --ca names",
     "hostname verification": "its certificate is for another name; see --server-name",
     "wrong_version_number": "it is not encrypted; leave --ca out",
