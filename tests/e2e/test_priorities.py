@@ -33,6 +33,7 @@ async def preemptions(stub: object) -> int:
     return sum(worker.load.preemptions for worker in status.workers)
 
 
+@pytest.mark.slow
 @pytest.mark.field("vllm-project/vllm#45561", "vllm-project/vllm#40004", "vllm-project/vllm#54530")
 async def test_an_urgent_request_runs_at_once_and_its_victim_answers_as_undisturbed(cluster: Cluster) -> None:
     async with connected(cluster) as stub:

@@ -158,6 +158,7 @@ async def test_a_stream_longer_than_the_grace_ends_with_unavailable(deployment: 
         assert await health(service) == "NOT_SERVING"
 
 
+@pytest.mark.slow
 async def test_a_stream_longer_than_a_decode_workers_grace_goes_on_on_another(tiny_model: Path) -> None:
     settings = {"engine.compute_dtype": "fp32"}
     with Deployment(prefill=1, decode=2, model=tiny_model, settings=settings) as deployment:
@@ -175,6 +176,7 @@ async def test_a_stream_longer_than_a_decode_workers_grace_goes_on_on_another(ti
             assert (await stream.rest()).token_ids == golden
 
 
+@pytest.mark.slow
 @pytest.mark.field("ai-dynamo/dynamo#791", "smg-project/smg#1172")
 async def test_every_overlong_stream_gets_its_status_though_the_process_ends_right_after(tiny_model: Path) -> None:
     settings = {"server.drain_grace_s": "0.2"}

@@ -247,6 +247,7 @@ async def test_certificates_and_their_authority_change_while_streams_go_on(tmp_p
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.slow
 def test_up_and_the_commands_with_certificates(tiny_model: Path, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     (tmp_path / "trusted.pem").write_bytes(authority.cert.read_bytes())

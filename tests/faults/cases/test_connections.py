@@ -1,7 +1,8 @@
 """Connections that idle, stay for ever, or are used where they should not be."""
 
 import asyncio
-import socket
+import contextlib
+import http.client
 import subprocess
 import sys
 import textwrap
@@ -48,6 +49,7 @@ async def test_pings_of_idle_and_of_silent_connections_are_borne(monkeypatch: py
         left.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.field("dapr/dapr#1444", "knative/serving#14011", "kedacore/keda#5224")
 async def test_one_channel_reaches_all_replicas_and_one_that_is_added(linked: Deployment, stub: Stub) -> None:
     async def shares(first: int) -> list[int]:
@@ -149,8 +151,11 @@ async def test_a_client_that_was_forked_refuses_and_does_not_hang(linked: Deploy
 def test_an_http_connection_that_idled_is_good_to_use(linked: Deployment) -> None:
     """As long as clients' pools keep one, and a little."""
     host, _, port = linked.routers[0].http.removeprefix("http://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=20)) as connection:
+        connection.connect()
+        connection.auto_open = 0  # another connection would be an error
         for pause_s in (0, 95):
             time.sleep(pause_s)
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            assert (response.status, response.read()) == (200, b'{"status":"ready"}')

@@ -24,6 +24,7 @@ async def test_a_live_id_is_refused_and_its_owner_unharmed(linked: Deployment, s
     assert (await Stream(stub, request).rest()).token_ids == expected.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.field("vllm-project/vllm#50425", "llm-d/llm-d#1138")
 async def test_fifty_clients_that_leave_between_prefill_and_decode_cost_nothing(
     linked: Deployment, stub: Stub, golden: Golden

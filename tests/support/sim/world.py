@@ -165,7 +165,13 @@ class World:
         request.process = client
         request.began = self.loop.time()
         request.task = client.spawn(self._ask(request, client), f"request {request.name}")
+        request.task.add_done_callback(lambda task: self._note_unbegun(request, task))
         return request
+
+    def _note_unbegun(self, request: Request, task: "asyncio.Task[None]") -> None:
+        """A task that is cancelled before its first step never runs at all."""
+        if task.cancelled() and not request.outcome:
+            request.outcome, request.ended = CANCELLED, self.loop.time()
 
     async def _ask(self, request: Request, client: Process) -> None:
         channel = SimChannel(client, self.router.address)
