@@ -174,3 +174,9 @@ def test_cache_layers_are_checked_as_far_as_they_can_be_without_a_model(text: st
 def test_a_device_is_cpu_or_a_numbered_gpu(device: str) -> None:
     assert "must be cpu, or cuda:N with the number of a GPU" in refused(overrides={"engine.device": device})
     assert EngineConfig(device="cuda:3").device == "cuda:3"
+
+
+@pytest.mark.parametrize("key", ["engine.cache_layers", "router.decode"])
+def test_a_text_of_more_digits_than_a_number_may_have_is_refused(key: str) -> None:
+    message = refused(overrides={key: "9" * 5000})
+    assert f"{key} has a text of more than 4096 characters" in message

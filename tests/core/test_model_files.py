@@ -114,3 +114,7 @@ def test_errors_of_a_gguf_name_the_file(tmp_path: Path) -> None:
             load_config_of(resolve_model(str(path)))
     with pytest.raises(InvalidArgumentError, match=r"gone\.gguf.*can't be read"):
         map_gguf(tmp_path / "gone.gguf")
+
+
+def test_half_a_character_of_a_file_can_be_told() -> None:
+    assert InvalidArgumentError("no file \ud800").message == "no file ?"

@@ -52,6 +52,7 @@ class PageferryError(Exception):
     ) -> None:
         if len(message) > MAX_MESSAGE_CHARACTERS:
             message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
+        message = message.encode(errors="replace").decode()  # half a character of a file's text can't be written
         super().__init__(message)
         self.message = message
         self.reason = reason or self.code

@@ -10,6 +10,7 @@ from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid,
 
 ENVIRONMENT_PREFIX = "PAGEFERRY_"
 _MAX_BITS = 63
+_MAX_CHARACTERS = 4096  # of one text: more than 4300 digits are no number that Python reads
 _BOOLEANS = {"true": True, "false": False, "1": True, "0": False}
 _TYPE_NAMES = {
     bool: "true or false",
@@ -70,7 +71,14 @@ def convert(key: str, setting: Setting, default: object) -> object:
         value = _parse(value, default)
     if isinstance(default, float) and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
-    if isinstance(default, tuple) and isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+    texts = [item for item in (value if isinstance(value, list | tuple) else [value]) if isinstance(item, str)]
+    if any(len(text) > _MAX_CHARACTERS for text in texts):
+        raise InvalidArgumentError(
+            f"{setting.source}: {key} has a text of more than {_MAX_CHARACTERS} characters",
+            reason="BAD_CONFIG",
+            violations=(FieldViolation(key, f"must have texts of at most {_MAX_CHARACTERS} characters"),),
+        )
+    if isinstance(default, tuple) and isinstance(value, list | tuple) and len(texts) == len(value):
         return tuple(value)
     is_huge = type(default) is int and type(value) is int and value.bit_length() > _MAX_BITS
     if type(value) is not type(default) or isinstance(value, tuple) or is_huge:
