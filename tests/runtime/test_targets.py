@@ -39,6 +39,7 @@ def test_several_share_calls_among_those_that_serve(text: str, uri: str) -> None
         ("127.0.0.1:1,", "must be host:port"),
         ("127.0.0.1:1,127.0.0.1:0", "must be host:port"),
         ("127.0.0.1:1,127.0.0.1:65536", "must be host:port"),
+        ("127.0.0.1:1,127.0.0.1:" + "9" * 5000, "must be host:port"),
         ("127.0.0.1:1,127.0.0.1:١", "must be host:port"),
         ("router-a.example:1,router-b.example:1", "dns:///name:port"),
         ("127.0.0.1:1,[::1]:1", "must not mix"),

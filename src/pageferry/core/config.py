@@ -8,6 +8,7 @@ from pageferry.core.errors import invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import MAX_FRAME_BYTES
+from pageferry.core.ports import MAX_PORT, is_port
 from pageferry.core.security import SecurityConfig
 
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
@@ -15,7 +16,6 @@ KERNELS = ("auto", "cpu", "torch")
 TRANSPORTS = ("auto", "inline", "shm")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECRETS = ("salt_key",)
-_MAX_PORT = 65535
 _MAX_SECONDS = 86_400.0
 _MAX_LAYERS = 4096
 
@@ -50,10 +50,10 @@ class ServerConfig:
             raise invalid("host", self.host, "must be an address to listen on")
         _check_ranges(
             self,
-            port=(0, _MAX_PORT),
-            http_port=(0, _MAX_PORT),
-            advertised_port=(0, _MAX_PORT),
-            health_port=(0, _MAX_PORT),
+            port=(0, MAX_PORT),
+            http_port=(0, MAX_PORT),
+            advertised_port=(0, MAX_PORT),
+            health_port=(0, MAX_PORT),
             stall_s=(0.1, _MAX_SECONDS),
             drain_grace_s=(0, _MAX_SECONDS),
             max_message_bytes=(MAX_FRAME_BYTES + 2**16, 2**31 - 1),
@@ -147,8 +147,8 @@ class HandoffConfig:
 
 def _check_address(name: str, address: str) -> None:
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdecimal() or not 1 <= int(port) <= _MAX_PORT:
-        raise invalid(name, address, f"must be host:port with a port from 1 to {_MAX_PORT}")
+    if not host or not is_port(port):
+        raise invalid(name, address, f"must be host:port with a port from 1 to {MAX_PORT}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class TelemetryConfig:
 
     def __post_init__(self) -> None:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
-        _check_ranges(self, metrics_port=(0, _MAX_PORT), max_traces=(1, math.inf))
+        _check_ranges(self, metrics_port=(0, MAX_PORT), max_traces=(1, math.inf))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ import json
 from dataclasses import dataclass
 
 from pageferry.core.errors import invalid
+from pageferry.core.ports import is_port
 
 _SERVICE = "pageferry.v1.InferenceService"
-_MAX_PORT = 65535
 # Kept until a call has its first message, so that it can be made again: a long prompt must fit.
 _RETRY_BUFFER_BYTES = 16 * 2**20
 # A call goes to the next address whose health service says SERVING. One that ends as UNAVAILABLE before its first
@@ -72,6 +72,6 @@ def _split(address: str, text: str) -> tuple[ipaddress.IPv4Address | ipaddress.I
         known = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
     except ValueError:
         raise invalid("address", text, _LIMIT) from None
-    if not port.isascii() or not port.isdecimal() or not 1 <= int(port) <= _MAX_PORT:
+    if not is_port(port):
         raise invalid("address", text, _LIMIT)
     return known, int(port)
