@@ -13,10 +13,10 @@ from pathlib import Path
 from pageferry.core.errors import InvalidArgumentError, PageferryError, PermissionDeniedError, UnauthenticatedError
 from pageferry.core.tenants import ANYBODY, Tenant, key_digest, parse_tenants, tenant_of
 from pageferry.router.account import Account
+from pageferry.runtime.file_stamp import Stamp, stamp_of
 from pageferry.runtime.logs import log
 
 CHECK_S = 1.0  # how often the file is looked at, while calls come
-_Stamp = tuple[int, int, int]
 
 
 class Salts:
@@ -76,7 +76,7 @@ class Callers:
         self._path = Path(tenants_file) if tenants_file else None
         self._anybody = Account(ANYBODY, clock)
         self._accounts: dict[str, Account] = {}
-        self._stamp: _Stamp | None = None
+        self._stamp: Stamp | None = None
         self._checked = clock()
         self._problem = ""  # with the file as it is, as was logged
         if self._path is not None:
@@ -104,7 +104,7 @@ class Callers:
             return
         self._checked = now
         try:
-            if _stamp(path) != self._stamp:
+            if stamp_of(path) != self._stamp:
                 self._read(path)
                 log("tenants_read", tenants=len(self._accounts))
             self._problem = ""
@@ -114,7 +114,7 @@ class Callers:
             self._problem = error.message
 
     def _read(self, path: Path) -> None:
-        self._stamp = _stamp(path)  # before it is read: a change in between is found the next time
+        self._stamp = stamp_of(path)  # before it is read: a change in between is found the next time
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -125,15 +125,6 @@ class Callers:
             account = kept.get(tenant.name) or Account(tenant, self._clock)
             account.change(tenant)
             self._accounts[tenant.name] = account
-
-
-def _stamp(path: Path) -> _Stamp:
-    """What changes when the file does."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise _unreadable(path, error) from None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidArgumentError:

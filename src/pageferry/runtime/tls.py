@@ -12,6 +12,7 @@ import grpc
 
 from pageferry.core.errors import InvalidArgumentError, PageferryError, invalid
 from pageferry.core.security import SecurityConfig
+from pageferry.runtime.file_stamp import Stamp, stamp_of
 from pageferry.runtime.logs import log
 from pageferry.runtime.targets import Target
 
@@ -120,8 +121,8 @@ class Certificates:
 
         context.sni_callback = choose
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
-        return [_stamp(path) for path in self.files.paths]
+    def _look(self) -> list[Stamp | None]:
+        return [stamp_of(path) for path in self.files.paths]
 
 
 def channel_options(files: TlsFiles) -> tuple[tuple[str, str]] | tuple[()]:
@@ -142,14 +143,6 @@ def channel_credentials(loaded: Loaded) -> grpc.ChannelCredentials:
 def _server_configuration(loaded: Loaded) -> grpc.ServerCertificateConfiguration:
     assert loaded.key is not None and loaded.cert is not None, "a server has a certificate"
     return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca)
-
-
-def _stamp(path: str) -> tuple[int, int, int] | None:
-    try:
-        status = Path(path).stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _load(files: TlsFiles) -> Loaded:
