@@ -28,8 +28,8 @@ class HttpTls:
         """None without certificates."""
         if certificates is None:
             return None
-        require_clients = bool(security.ca_file) and security.client_certs
-        return cls(certificates.for_http(require_clients=require_clients), security.allowed_clients)
+        context = certificates.for_http(require_clients=security.clients_show_certificates)
+        return cls(context, security.allowed_clients)
 
     def protocol(self) -> type[HttpProtocol]:
         """The gateway's, which answers all requests of a connection with 403 whose certificate isn't allowed."""

@@ -33,6 +33,11 @@ class SecurityConfig:
         if self.allowed_clients and not self.client_certs:
             raise invalid("allowed_clients", self.allowed_clients, "must be empty where client_certs is off")
 
+    @property
+    def clients_show_certificates(self) -> bool:
+        """On a router; other services have peers only, who always do where there is a ca_file."""
+        return bool(self.ca_file) and self.client_certs
+
 
 def is_allowed(spiffe_ids: Iterable[str], allowed: tuple[str, ...]) -> bool:
     """Whether one of a certificate's ids is in the list; all are in an empty one."""

@@ -50,7 +50,7 @@ class ServerSecurity:
         """None without certificates. `for_clients`: clients are served here, beside peers."""
         if certificates is None:
             return None
-        require = bool(security.ca_file) and (security.client_certs or not for_clients)
+        require = security.clients_show_certificates if for_clients else bool(security.ca_file)
         access = Access(security) if security.ca_file else None
         return cls(certificates.for_server(require_clients=require), access)
 
