@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fuzzing import JSON_VALUES, altered, as_json, held_to_contract, mutated
 from hypothesis import given, strategies as st
-from tiny_model import write_tiny_model
+from tiny_model import tokenizer_json, write_tiny_model
 
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, sampling_defaults
@@ -91,35 +91,7 @@ def test_configuration_files(directory: Path, name: str, data: bytes) -> None:
         path.write_bytes(whole)
 
 
-TOKENIZER = json.loads(
-    json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": [
-                {"id": 0, "content": "<s>", "special": True}
-                | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            ],
-            "normalizer": None,
-            "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-            "post_processor": None,
-            "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {
-                "type": "BPE",
-                "dropout": None,
-                "unk_token": None,
-                "continuing_subword_prefix": None,
-                "end_of_word_suffix": None,
-                "fuse_unk": False,
-                "byte_fallback": False,
-                "ignore_merges": False,
-                "vocab": {"<s>": 0, "a": 1, "b": 2, "ab": 3, "Ġ": 4},
-                "merges": [["a", "b"]],
-            },
-        }
-    )
-)
+TOKENIZER = json.loads(json.dumps(tokenizer_json(["<s>"], ["<s>", "a", "b", "ab", "Ġ"], [["a", "b"]])))
 DECODERS = [
     {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True},
     {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 
 import pytest
+from hand_clock import HandClock
 from hypothesis import given, strategies as st
 
 from pageferry.core.errors import ResourceExhaustedError
@@ -10,15 +11,7 @@ from pageferry.core.tenants import Tenant
 from pageferry.router.account import Account
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def account(clock: Clock, **limits: int) -> Account:
+def account(clock: HandClock, **limits: int) -> Account:
     return Account(Tenant("acme", **limits), clock)
 
 
@@ -29,7 +22,7 @@ def refusal(refused: Account, num_prompt: int = 10, num_pages: int = 1) -> Resou
 
 
 def test_without_limits_nothing_is_refused() -> None:
-    free = account(Clock())
+    free = account(HandClock(100.0))
     with ExitStack() as live:
         for _ in range(1000):
             live.enter_context(free.live(10**6, 10**6))
@@ -37,7 +30,7 @@ def test_without_limits_nothing_is_refused() -> None:
 
 
 def test_requests_at_once() -> None:
-    clock = Clock()
+    clock = HandClock(100.0)
     busy = account(clock, max_requests=2)
     with busy.live(1, 1):
         with busy.live(1, 1):
@@ -59,7 +52,7 @@ def test_those_that_are_still_looked_at_count() -> None:
         ("max_requests", "TENANT_MAX_REQUESTS"),
         ("requests_per_minute", "TENANT_REQUESTS_PER_MINUTE"),
     ):
-        busy = account(Clock(), **{limit: 1})
+        busy = account(HandClock(100.0), **{limit: 1})
         with busy.coming():
             with pytest.raises(ResourceExhaustedError) as caught, busy.coming():
                 pass
@@ -69,7 +62,7 @@ def test_those_that_are_still_looked_at_count() -> None:
 
 
 def test_requests_a_minute() -> None:
-    clock = Clock()
+    clock = HandClock(100.0)
     limited = account(clock, requests_per_minute=60)
     for _ in range(60):
         with limited.live(1, 1):
@@ -88,7 +81,7 @@ def test_requests_a_minute() -> None:
 
 
 def test_tokens_a_minute_are_those_of_prompts_and_answers_and_a_debt_is_paid_off() -> None:
-    clock = Clock()
+    clock = HandClock(100.0)
     limited = account(clock, tokens_per_minute=600)
     with limited.live(100, 1):
         limited.spend(800)
@@ -106,7 +99,7 @@ def test_tokens_a_minute_are_those_of_prompts_and_answers_and_a_debt_is_paid_off
 
 
 def test_pages() -> None:
-    limited = account(Clock(), max_pages=10)
+    limited = account(HandClock(100.0), max_pages=10)
     with limited.live(1, 6):
         error = refusal(limited, num_pages=5)
         assert error.reason == "TENANT_MAX_PAGES"
@@ -118,7 +111,7 @@ def test_pages() -> None:
 
 
 def test_what_is_refused_uses_nothing() -> None:
-    clock = Clock()
+    clock = HandClock(100.0)
     limited = account(clock, max_requests=1, requests_per_minute=2, tokens_per_minute=100, max_pages=10)
     with limited.live(1, 1):
         for _ in range(10):
@@ -130,7 +123,7 @@ def test_what_is_refused_uses_nothing() -> None:
 
 
 def test_new_limits_hold_at_once() -> None:
-    clock = Clock()
+    clock = HandClock(100.0)
     changed = account(clock)
     changed.spend(10**9)  # without a limit nothing is owed
     with changed.live(1, 1):
@@ -148,7 +141,7 @@ def test_new_limits_hold_at_once() -> None:
 def test_over_any_time_no_more_is_used_than_the_rate_and_one_minute_and_the_last_answer(
     calls: list[tuple[float, int, int]],
 ) -> None:
-    clock = Clock()
+    clock = HandClock(100.0)
     limited = account(clock, tokens_per_minute=600)
     used = 0
     for pause_s, num_prompt, num_answer in calls:

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from fake_frontend import FakeFrontend
 from fake_workers import LAYOUT, Rig, Script
+from hand_clock import HandClock
 from prometheus_client import CollectorRegistry
 
 from pageferry.client import Client, SyncClient
@@ -95,14 +96,6 @@ async def test_a_request_goes_where_its_own_pages_are(tiny_model: Path, authoriz
         assert route.attributes["pageferry.route.prefill_cached_tokens"] == 48
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def tenants(path: Path, **keys: str) -> Path:
     path.write_text(
         "\n".join(f'[[tenant]]\nname = "{name}"\nkey_sha256 = ["{key_digest(key)}"]' for name, key in keys.items()),
@@ -112,7 +105,7 @@ def tenants(path: Path, **keys: str) -> Path:
 
 
 def test_a_caller_is_who_shows_a_tenants_key(tmp_path: Path) -> None:
-    callers = Callers(str(tenants(tmp_path / "tenants.toml", acme="one", other="two")), "secret", Clock())
+    callers = Callers(str(tenants(tmp_path / "tenants.toml", acme="one", other="two")), "secret", HandClock())
     acme = callers.of(["Bearer one"])
     assert acme.tenant.name == "acme"
     assert callers.of(["bearer  one "]).account is acme.account
@@ -138,7 +131,7 @@ def test_a_caller_is_who_shows_a_tenants_key(tmp_path: Path) -> None:
 def test_all_others_are_refused_and_what_they_sent_is_not_repeated(
     tmp_path: Path, authorization: list[str], reason: str
 ) -> None:
-    callers = Callers(str(tenants(tmp_path / "tenants.toml", acme="one")), "", Clock())
+    callers = Callers(str(tenants(tmp_path / "tenants.toml", acme="one")), "", HandClock())
     with pytest.raises(UnauthenticatedError) as caught:
         callers.of(authorization)
     assert caught.value.reason == reason
@@ -146,7 +139,7 @@ def test_all_others_are_refused_and_what_they_sent_is_not_repeated(
 
 
 def test_a_salt_is_the_tenants_whichever_key_it_shows(tmp_path: Path) -> None:
-    path, clock = tmp_path / "tenants.toml", Clock()
+    path, clock = tmp_path / "tenants.toml", HandClock()
     callers = Callers(str(tenants(path, acme="old")), "", clock)
     salt = callers.of(["Bearer old"]).salt
     tenants(path, acme="new key")
@@ -159,7 +152,7 @@ def test_a_salt_is_the_tenants_whichever_key_it_shows(tmp_path: Path) -> None:
 def test_a_changed_file_is_taken_over_and_a_broken_or_lost_one_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, clock = tmp_path / "tenants.toml", Clock()
+    path, clock = tmp_path / "tenants.toml", HandClock()
     callers = Callers(str(tenants(path, acme="one")), "", clock)
     with callers.of(ONE).account.live(1, 1):
         for break_it in (lambda: path.write_text("[[tenant]]\nname = 'sesame!'"), path.unlink):
@@ -186,4 +179,4 @@ def test_a_wrong_file_at_the_start_is_an_error(tmp_path: Path, problem: str) -> 
     if problem != "No such file":
         path.write_bytes(b"[[" if problem == "is no TOML" else b"\xff")
     with pytest.raises(InvalidArgumentError, match=problem):
-        Callers(str(path), "", Clock())
+        Callers(str(path), "", HandClock())

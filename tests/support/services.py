@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-from cluster import Stub
+from cluster import Stub, wait_idle
 from links import TcpLink
 from pushes import Fault, PushLink
 from service import READY_S, Role, Service, Settings
@@ -115,6 +115,14 @@ class Deployment:
     async def stub(self, router: int = 0) -> AsyncIterator[Stub]:
         async with grpc.aio.insecure_channel(self.address_of(self.routers[router])) as channel:
             yield InferenceServiceStub(channel)
+
+    @contextlib.asynccontextmanager
+    async def lent(self) -> AsyncIterator[Stub]:
+        """A stub for one test; afterwards all is mended, and every page, ticket and stream found given back."""
+        async with self.stub() as stub:
+            yield stub
+            self.restore()
+            await wait_idle(stub, timeout_s=30)
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
         for service in (*self.workers, *self.routers):  # as a router waits for its workers

@@ -6,6 +6,7 @@ script it writes the model to the directory named.
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,6 +52,11 @@ def _tokenizer() -> dict[str, object]:
     merges = [list(pair) for pair in _PAIRS.split()] + [[space, letter] for letter in _SPACED.split()]
     words = [*SPECIAL_TOKENS, *characters, *("".join(pair) for pair in merges)]
     words += [f"<unused{index}>" for index in range(VOCAB_SIZE - len(words))]
+    return tokenizer_json(SPECIAL_TOKENS, words, merges)
+
+
+def tokenizer_json(special: Sequence[str], words: Sequence[str], merges: list[list[str]]) -> dict[str, object]:
+    """A byte-level tokenizer.json; the words begin with the special ones."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -58,7 +64,7 @@ def _tokenizer() -> dict[str, object]:
         "added_tokens": [
             {"id": index, "content": text, "special": True}
             | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            for index, text in enumerate(SPECIAL_TOKENS)
+            for index, text in enumerate(special)
         ],
         "normalizer": None,
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from cluster import Stub, greedy, wait_idle
+from cluster import Stub, greedy
 from moments import SOON_S, servers_of
 from services import Deployment
 from streams import Golden, Stream, prompt_of, request_span
@@ -82,10 +82,8 @@ def once(tiny_model: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 async def once_stub(once: Deployment) -> AsyncIterator[Stub]:
-    async with once.stub() as stub:
+    async with once.lent() as stub:
         yield stub
-        once.restore()
-        await wait_idle(stub, timeout_s=30)
 
 
 async def test_a_stream_that_may_not_be_resumed_says_so_after_its_tokens(once: Deployment, once_stub: Stub) -> None:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Stub, greedy, wait_idle
+from cluster import Stub, greedy
 from links import TcpLink
 from moments import MOMENTS, SOON_S, at_rest, catch, num_shipped, until
 from services import Deployment
@@ -82,10 +82,8 @@ def hasty(tiny_model: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 async def hasty_stub(hasty: Deployment) -> AsyncIterator[Stub]:
-    async with hasty.stub() as stub:
+    async with hasty.lent() as stub:
         yield stub
-        hasty.restore()
-        await wait_idle(stub, timeout_s=30)
 
 
 @pytest.mark.field("aws-samples/aws-do-eks#84", "vllm-project/vllm#47021")

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from cluster import Stub, greedy, wait_idle
+from cluster import Stub, greedy
 from google.rpc.error_details_pb2 import RetryInfo
 from grpc_status.rpc_status import from_call
 from moments import SOON_S
@@ -32,10 +32,8 @@ def small(tiny_model: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 async def small_stub(small: Deployment) -> AsyncIterator[Stub]:
-    async with small.stub() as stub:
+    async with small.lent() as stub:
         yield stub
-        small.restore()
-        await wait_idle(stub, timeout_s=30)
 
 
 async def test_requests_that_workers_refuse_for_now_wait_and_are_served(

@@ -45,10 +45,8 @@ def sharing(tiny_model: Path) -> Iterator[Deployment]:
 
 @pytest.fixture
 async def sharing_stub(sharing: Deployment) -> AsyncIterator[Stub]:
-    async with sharing.stub() as stub:
+    async with sharing.lent() as stub:
         yield stub
-        sharing.restore()
-        await wait_idle(stub, timeout_s=30)
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
