@@ -40,7 +40,7 @@ from quality_measures import (
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.model_files import resolve_model
 from pageferry.engine.load import Engine, load_engine
-from pageferry.router.tokenizer import load_tokenizer
+from pageferry.text.tokenizer import load_tokenizer
 
 FORMATS = [
     *("fp32", "bf16", "fp16", "fp8_e4m3", "int8", "int8:asym", "int8:channel", "k=int8:channel,v=int8"),

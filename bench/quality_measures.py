@@ -25,7 +25,7 @@ from pageferry.core.pool import PageId
 from pageferry.core.sampling import StopParams
 from pageferry.core.sequence import Sequence, page_table
 from pageferry.engine.load import Engine
-from pageferry.router.tokenizer import Tokenizer
+from pageferry.text.tokenizer import Tokenizer
 
 _CHUNK_TOKENS = 256
 _NUM_QUERIES = 16  # of a window, whose attention is looked at

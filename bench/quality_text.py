@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pageferry.router.tokenizer import Tokenizer
+from pageferry.text.tokenizer import Tokenizer
 
 # Prose of Python's own reference; together more than 5,000 of SmolLM2's tokens.
 _TOPICS = ("objects", "execmodel", "import")

@@ -28,7 +28,7 @@ from loopback import free_port
 from paced_workers import token_at
 
 from pageferry.core.model_files import resolve_model
-from pageferry.router.tokenizer import load_tokenizer
+from pageferry.text.tokenizer import load_tokenizer
 from pageferry.v1 import inference_pb2 as pb
 
 MODEL = "smollm2"

@@ -17,7 +17,6 @@ from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.gateway.http import build_app, serve_http
 from pageferry.router.gateway.tls import HttpTls
 from pageferry.router.service import InferenceServicer, authorization_of
-from pageferry.router.tokenizer import load_tokenizer
 from pageferry.runtime.access import check_local
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
 from pageferry.runtime.channels import open_channel
@@ -28,6 +27,7 @@ from pageferry.runtime.server import GrpcServer, ServerSecurity
 from pageferry.runtime.telemetry import configure_tracing
 from pageferry.runtime.tls import Certificates
 from pageferry.runtime.trace_store import TraceReceiver, TraceStore
+from pageferry.text.tokenizer import load_tokenizer
 from pageferry.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pageferry.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 

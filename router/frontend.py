@@ -19,7 +19,6 @@ from pageferry.core.errors import (
 )
 from pageferry.core.model_config import ModelConfig
 from pageferry.router.admission import Admission, Admitted
-from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import why_left
 from pageferry.router.fleet import Fleet
@@ -37,9 +36,10 @@ from pageferry.router.request_span import (
 )
 from pageferry.router.states import limits_of
 from pageferry.router.tenant import Caller, Callers
-from pageferry.router.tokenizer import Tokenizer
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.trace_store import REQUEST_SPAN, TraceStore
+from pageferry.text.detokenize import TextStream
+from pageferry.text.tokenizer import Tokenizer
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FinishReason, Usage
 

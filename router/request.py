@@ -15,7 +15,6 @@ from pageferry.router.admission import Admitted
 from pageferry.router.ask import Ask, Grant
 from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.candidates import Demand
-from pageferry.router.detokenize import TextStream
 from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
@@ -24,6 +23,7 @@ from pageferry.router.request_span import Timeline
 from pageferry.runtime.convert import finish_to_proto, work_to_proto
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.telemetry import record_span
+from pageferry.text.detokenize import TextStream
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Usage
 

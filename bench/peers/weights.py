@@ -20,7 +20,7 @@ from pageferry.core.gguf import GgufFile
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import load_config_of, map_gguf, resolve_model
 from pageferry.engine.gguf_tensors import GgufTensors
-from pageferry.router.gguf_tokenizer import GgufVocabulary
+from pageferry.text.gguf_tokenizer import GgufVocabulary
 from peers.environments import Environments
 
 MODEL = "smollm2"

@@ -8,8 +8,8 @@ import pytest
 from fuzzing import held_to_contract, numbers
 from hypothesis import given, settings, strategies as st
 
-from pageferry.router.chat_template import ChatTemplate
-from pageferry.router.template_process import MAX_CHARACTERS
+from pageferry.text.chat_template import ChatTemplate
+from pageferry.text.template_process import MAX_CHARACTERS
 
 NAMES = st.sampled_from(
     [

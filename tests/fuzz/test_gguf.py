@@ -18,7 +18,7 @@ from pageferry.core.model_files import ModelFiles, load_config_of
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.weights import check_shapes, expected_shapes
-from pageferry.router.gguf_tokenizer import GgufVocabulary
+from pageferry.text.gguf_tokenizer import GgufVocabulary
 
 VOCABULARY = {
     "tokenizer.ggml.model": "gpt2",

@@ -19,11 +19,11 @@ from pageferry.core.layout import CacheLayout
 from pageferry.core.limits import ModelLimits
 from pageferry.core.model_files import resolve_model
 from pageferry.router.admission import Admission, Limits
-from pageferry.router.tokenizer import Tokenizer, load_tokenizer
 from pageferry.router.view import WatchGapError, WorkerView
 from pageferry.runtime.convert import layout_from_proto, layout_to_proto, token_from_proto, work_from_proto
 from pageferry.runtime.errors import from_rpc_error, to_status
 from pageferry.runtime.trace_store import TraceStore
+from pageferry.text.tokenizer import Tokenizer, load_tokenizer
 from pageferry.v1 import decode_pb2, inference_pb2 as pb, prefill_pb2, types_pb2, worker_pb2
 
 GROUPS = (CacheGroup((0, 2), window=64, sinks=4), CacheGroup((1,)))

@@ -4,7 +4,7 @@ import pytest
 
 from pageferry.core.errors import InvalidArgumentError, NotFoundError
 from pageferry.loadgen.prompts import PromptMaker, tokenizer_of
-from pageferry.router.tokenizer import Tokenizer
+from pageferry.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

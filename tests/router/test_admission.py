@@ -19,7 +19,7 @@ from pageferry.core.errors import (
 )
 from pageferry.core.model_files import resolve_model, sampling_defaults
 from pageferry.router.admission import Admission, Limits
-from pageferry.router.tokenizer import Tokenizer, load_tokenizer
+from pageferry.text.tokenizer import Tokenizer, load_tokenizer
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 
 EOS = 2

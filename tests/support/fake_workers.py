@@ -25,13 +25,13 @@ from pageferry.core.layout import CacheLayout
 from pageferry.core.model_files import load_config_of, resolve_model
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
-from pageferry.router.tokenizer import load_tokenizer
 from pageferry.router.workers import Role
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_hub import WorkerHub
+from pageferry.text.tokenizer import load_tokenizer
 from pageferry.v1 import decode_pb2, inference_pb2 as pb, prefill_pb2, types_pb2 as types, worker_pb2
 from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pageferry.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server

@@ -5,7 +5,7 @@ from random import Random
 
 from pageferry.core.errors import InvalidArgumentError, invalid
 from pageferry.core.model_files import resolve_model
-from pageferry.router.tokenizer import Tokenizer, load_tokenizer
+from pageferry.text.tokenizer import Tokenizer, load_tokenizer
 
 _MAX_WORDS = 4096
 _MAX_FIRST_WORDS = 512

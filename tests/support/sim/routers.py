@@ -10,14 +10,14 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from pageferry.router.__main__ import _run
-from pageferry.router.chat_template import ChatTemplate
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.service import InferenceServicer
-from pageferry.router.tokenizer import Tokenizer
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.server import GrpcServer
+from pageferry.text.chat_template import ChatTemplate
+from pageferry.text.tokenizer import Tokenizer
 from pageferry.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from sim.engine import MODEL
 from sim.nodes import Node

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as Encoder, pre_tokenizers
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
 from pageferry.core.model_files import map_gguf, resolve_model
-from pageferry.router.chat_template import ChatTemplate
-from pageferry.router.gguf_tokenizer import GgufVocabulary
-from pageferry.router.tokenizer import Tokenizer, load_tokenizer
+from pageferry.text.chat_template import ChatTemplate
+from pageferry.text.gguf_tokenizer import GgufVocabulary
+from pageferry.text.tokenizer import Tokenizer, load_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 SAMPLES = ["in 2024 and  12", "it's\n\n  x", "don’t ÄÖ 北京 12345 !!\r\n", "a\tb  ", "I'LL we'Re 1½"]

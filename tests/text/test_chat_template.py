@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pageferry.core.errors import FailedPreconditionError
-from pageferry.router.chat_template import ChatTemplate
+from pageferry.text.chat_template import ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]
 CONTENT = "{{ messages[0].content }}"

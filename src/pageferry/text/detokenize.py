@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Iterable
 
-from pageferry.router.pieces import PieceReader, Pieces
+from pageferry.text.pieces import PieceReader, Pieces
 
 _Decoder = codecs.getincrementaldecoder("utf-8")
 

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer as Encoder
 from pageferry.core.errors import InternalError, InvalidArgumentError, PageferryError
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, map_gguf, naming, read_json
-from pageferry.router.chat_template import ChatTemplate
-from pageferry.router.gguf_tokenizer import GgufVocabulary
-from pageferry.router.pieces import PieceRule, Pieces, decoder_of
+from pageferry.text.chat_template import ChatTemplate
+from pageferry.text.gguf_tokenizer import GgufVocabulary
+from pageferry.text.pieces import PieceRule, Pieces, decoder_of
 
 _DEFAULT_TEMPLATE = "default"  # of several named ones
 

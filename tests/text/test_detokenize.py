@@ -7,8 +7,8 @@ from hypothesis import given, strategies as st
 from tokenizers import decoders
 
 from pageferry.core.errors import InvalidArgumentError
-from pageferry.router.detokenize import TextStream
-from pageferry.router.pieces import PieceRule, Pieces, byte_characters, decoder_of
+from pageferry.text.detokenize import TextStream
+from pageferry.text.pieces import PieceRule, Pieces, byte_characters, decoder_of
 
 CHARACTERS = {byte: character for character, byte in byte_characters().items()}
 SPECIAL = 256
