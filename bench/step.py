@@ -51,7 +51,7 @@ from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
 from pageferry.engine.batch import BatchBuilder
 from pageferry.engine.runner import TorchRunner
-from pageferry.runtime.convert import work_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.worker_hub import WorkerHub

@@ -20,7 +20,8 @@ from pageferry.decode_svc.call import Call, first_own_ms
 from pageferry.decode_svc.desk import EngineDesk
 from pageferry.decode_svc.step import Completed, DecodeStep, Event, Failed, Figures, HandoffEnded
 from pageferry.decode_svc.subscriptions import Subscriptions
-from pageferry.runtime.convert import layout_to_proto, work_from_proto
+from pageferry.runtime.convert import layout_to_proto
+from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher

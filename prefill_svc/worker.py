@@ -17,7 +17,8 @@ from pageferry.core.sender import HandoffStats
 from pageferry.core.sequence import Sequence
 from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
 from pageferry.prefill_svc.step import Drawn, Event, Failed, PrefillStep
-from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_to_proto, work_from_proto
+from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_to_proto
+from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import WorkCalls, counted, deadline_of

@@ -17,7 +17,7 @@ from pageferry.core.errors import (
 )
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.tenants import ANYBODY, Tenant
-from pageferry.runtime.convert import sampling_from_proto
+from pageferry.runtime.convert_work import sampling_from_proto
 from pageferry.text.tokenizer import Tokenizer
 from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRequest
 from pageferry.v1.types_pb2 import StopConditions

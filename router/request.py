@@ -20,7 +20,8 @@ from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
 from pageferry.router.recovery import Recovery, Retries
 from pageferry.router.request_span import Timeline
-from pageferry.runtime.convert import finish_to_proto, work_to_proto
+from pageferry.runtime.convert import finish_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.telemetry import record_span
 from pageferry.text.detokenize import TextStream

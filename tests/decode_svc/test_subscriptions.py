@@ -10,7 +10,7 @@ from handoff_bench import Bench, Gate, until
 
 from pageferry.core.errors import AlreadyExistsError, InvalidArgumentError, UnavailableError
 from pageferry.decode_svc import call, subscriptions
-from pageferry.runtime.convert import work_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.v1 import decode_pb2 as pb
 
 NAME = b"n" * 16

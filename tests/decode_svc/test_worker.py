@@ -8,7 +8,7 @@ from fake_engine import golden, make_work
 from handoff_bench import Bench, until
 
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
-from pageferry.runtime.convert import work_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.v1 import decode_pb2
 
 

@@ -24,7 +24,7 @@ from traces import wait_trace
 from pageferry.client import Client
 from pageferry.core.errors import PermissionDeniedError
 from pageferry.runtime.channels import open_channel
-from pageferry.runtime.convert import work_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.runtime.tls import Certificates, TlsFiles
 from pageferry.v1 import decode_pb2 as pb, page_pb2
 from pageferry.v1.decode_pb2_grpc import DecodeServiceStub

@@ -12,7 +12,7 @@ from fake_engine import make_work
 from services import Deployment
 
 from pageferry.client import Client, PageferryError
-from pageferry.runtime.convert import work_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.v1 import decode_pb2, inference_pb2 as pb, page_pb2
 from pageferry.v1.decode_pb2_grpc import DecodeServiceStub
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub

@@ -20,7 +20,8 @@ from pageferry.core.limits import ModelLimits
 from pageferry.core.model_files import resolve_model
 from pageferry.router.admission import Admission, Limits
 from pageferry.router.view import WatchGapError, WorkerView
-from pageferry.runtime.convert import layout_from_proto, layout_to_proto, token_from_proto, work_from_proto
+from pageferry.runtime.convert import layout_from_proto, layout_to_proto, token_from_proto
+from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.errors import from_rpc_error, to_status
 from pageferry.runtime.trace_store import TraceStore
 from pageferry.text.tokenizer import Tokenizer, load_tokenizer

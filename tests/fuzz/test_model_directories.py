@@ -15,7 +15,7 @@ from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import WorkItem
 from pageferry.engine.rope import inverse_frequencies
 from pageferry.engine.weights import check_shapes, expected_shapes
-from pageferry.runtime.convert import work_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.text.tokenizer import load_tokenizer
 
 

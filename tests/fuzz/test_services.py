@@ -13,7 +13,8 @@ from handoff_bench import Bench, target_of
 from hypothesis import given, settings, strategies as st
 from pages import grouped_layout
 
-from pageferry.runtime.convert import layout_to_proto, work_to_proto
+from pageferry.runtime.convert import layout_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.v1 import decode_pb2, page_pb2, prefill_pb2, worker_pb2
 
 WORK = work_to_proto(make_work("r", [5, 6, 7, 8, 9], max_tokens=4))

@@ -9,9 +9,9 @@ from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.formats import PageFormat
 from pageferry.core.layout import CacheLayout
 from pageferry.core.plan import SampledToken
-from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sampling import BeamParams, EarlyStopping, Grammar, GrammarKind, SamplingParams, StopParams
 from pageferry.core.sequence import FinishReason, WorkItem
-from pageferry.runtime import convert
+from pageferry.runtime import convert, convert_work
 from pageferry.v1 import types_pb2 as pb
 
 WORK = WorkItem(
@@ -29,12 +29,35 @@ WORK = WorkItem(
 @pytest.mark.parametrize("num_logprobs", [None, 0, 5])
 def test_a_work_item_comes_back_as_it_was(num_logprobs: int | None) -> None:
     work = replace(WORK, sampling=replace(WORK.sampling, num_logprobs=num_logprobs))
-    message = pb.WorkItem.FromString(convert.work_to_proto(work).SerializeToString())
-    assert convert.work_from_proto(message) == work
+    message = pb.WorkItem.FromString(convert_work.work_to_proto(work).SerializeToString())
+    assert convert_work.work_from_proto(message) == work
+
+
+@pytest.mark.parametrize("kind", GrammarKind)
+def test_what_an_output_must_match_and_must_not_contain_comes_back(kind: GrammarKind) -> None:
+    texts = {GrammarKind.JSON_OBJECT: "", GrammarKind.CHOICES: '["yes", "no"]'}
+    sampling = SamplingParams(
+        num_prompt_logprobs=2,
+        logit_bias=((3, -100.0), (70, 1.5)),
+        banned=((1, 2), (9,)),
+        grammar=Grammar(kind, texts.get(kind, "[0-9]+")),
+    )
+    work = replace(WORK, sampling=sampling, stop=StopParams(20, max_repeats=4), speculate=True, profile="batch")
+    message = pb.WorkItem.FromString(convert_work.work_to_proto(work).SerializeToString())
+    assert convert_work.work_from_proto(message) == work
+
+
+@pytest.mark.parametrize("early_stopping", EarlyStopping)
+def test_a_beam_search_comes_back(early_stopping: EarlyStopping) -> None:
+    work = replace(WORK, beam=BeamParams(4, -0.5, early_stopping))
+    message = pb.WorkItem.FromString(convert_work.work_to_proto(work).SerializeToString())
+    assert convert_work.work_from_proto(message) == work
+    message.beam.ClearField("early_stopping")
+    assert convert_work.work_from_proto(message).beam == BeamParams(4, -0.5)
 
 
 def test_absent_sampling_fields_take_the_contracts_defaults() -> None:
-    assert convert.sampling_from_proto(pb.SamplingParams()) == SamplingParams()
+    assert convert_work.sampling_from_proto(pb.SamplingParams()) == SamplingParams()
 
 
 @pytest.mark.parametrize(
@@ -47,15 +70,25 @@ def test_absent_sampling_fields_take_the_contracts_defaults() -> None:
         ("temperature", {"sampling": pb.SamplingParams(temperature=float("nan"))}),
         ("top_p", {"sampling": pb.SamplingParams(top_p=0)}),
         ("logprobs", {"sampling": pb.SamplingParams(logprobs=21)}),
+        ("prompt_logprobs", {"sampling": pb.SamplingParams(prompt_logprobs=21)}),
+        ("logit_bias[5]", {"sampling": pb.SamplingParams(logit_bias={5: 101})}),
+        ("logit_bias[5]", {"sampling": pb.SamplingParams(logit_bias={5: float("nan")})}),
+        ("banned", {"sampling": pb.SamplingParams(banned=[pb.TokenSequence()])}),
+        ("grammar", {"sampling": pb.SamplingParams(grammar=pb.Grammar())}),
+        ("grammar.regex", {"sampling": pb.SamplingParams(grammar=pb.Grammar(regex=""))}),
+        ("grammar.choices", {"sampling": pb.SamplingParams(grammar=pb.Grammar(choices=pb.Choices()))}),
+        ("max_repeats", {"stop": pb.StopConditions(max_tokens=2, max_repeats=1)}),
+        ("beam.width", {"beam": pb.BeamSearch()}),
+        ("beam.length_penalty", {"beam": pb.BeamSearch(width=2, length_penalty=float("inf"))}),
     ],
 )
 def test_a_wrong_work_item_names_its_field(field: str, change: dict[str, object]) -> None:
-    message = convert.work_to_proto(WORK)
+    message = convert_work.work_to_proto(WORK)
     for name, value in change.items():
         message.ClearField(name)  # type: ignore[arg-type]
         message.MergeFrom(pb.WorkItem(**{name: value}))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError) as caught:
-        convert.work_from_proto(message)
+        convert_work.work_from_proto(message)
     assert [violation.field for violation in caught.value.violations] == [field]
 
 

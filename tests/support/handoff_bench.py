@@ -38,7 +38,8 @@ from pageferry.prefill_svc.shipping import DecodeChannels
 from pageferry.prefill_svc.step import PrefillStep
 from pageferry.prefill_svc.worker import PrefillWorker
 from pageferry.runtime.channels import open_channel
-from pageferry.runtime.convert import layout_to_proto, work_to_proto
+from pageferry.runtime.convert import layout_to_proto
+from pageferry.runtime.convert_work import work_to_proto
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.frames import sealed
 from pageferry.runtime.metrics import WorkerMetrics

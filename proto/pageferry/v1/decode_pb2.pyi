@@ -56,13 +56,15 @@ class Reserved(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., cached_pages: _Optional[int] = ..., subscribed: _Optional[bool] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("tokens",)
+    __slots__ = ("tokens", "prompt_logprobs")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[_types_pb2.GeneratedToken]
-    def __init__(self, tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Completed(_message.Message):
-    __slots__ = ("reason", "queue_ms", "prefill_ms", "steps", "preemptions", "cached_tokens", "first_step_ms")
+    __slots__ = ("reason", "queue_ms", "prefill_ms", "steps", "preemptions", "cached_tokens", "first_step_ms", "drafted", "accepted", "hypotheses")
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +72,9 @@ class Completed(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    HYPOTHESES_FIELD_NUMBER: _ClassVar[int]
     reason: _types_pb2.FinishReason
     queue_ms: float
     prefill_ms: float
@@ -77,7 +82,10 @@ class Completed(_message.Message):
     preemptions: int
     cached_tokens: int
     first_step_ms: float
-    def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_step_ms: _Optional[float] = ...) -> None: ...
+    drafted: int
+    accepted: int
+    hypotheses: _containers.RepeatedCompositeFieldContainer[_types_pb2.Hypothesis]
+    def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., first_step_ms: _Optional[float] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., hypotheses: _Optional[_Iterable[_Union[_types_pb2.Hypothesis, _Mapping]]] = ...) -> None: ...
 
 class SubscribeRequest(_message.Message):
     __slots__ = ("subscription",)
@@ -92,13 +100,15 @@ class SubscribeResponse(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[_Union[CallEvents, _Mapping]]] = ...) -> None: ...
 
 class CallEvents(_message.Message):
-    __slots__ = ("call", "tokens", "completed", "failed")
+    __slots__ = ("call", "tokens", "completed", "failed", "prompt_logprobs")
     CALL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     call: int
     tokens: _containers.RepeatedCompositeFieldContainer[_types_pb2.GeneratedToken]
     completed: Completed
     failed: bool
-    def __init__(self, call: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., failed: _Optional[bool] = ...) -> None: ...
+    prompt_logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, call: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., failed: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pageferry.v1 import types_pb2 as pageferry_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apageferry/v1/prefill.proto\x12\x0cpageferry.v1\x1a\x18pageferry/v1/types.proto\"c\n\x0ePrefillRequest\x12$\n\x04work\x18\x01 \x01(\x0b\x32\x16.pageferry.v1.WorkItem\x12+\n\x06target\x18\x02 \x01(\x0b\x32\x1b.pageferry.v1.HandoffTarget\"u\n\rHandoffTarget\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12(\n\x06layout\x18\x04 \x01(\x0b\x32\x18.pageferry.v1.PageLayout\"\xa8\x01\n\x0fPrefillResponse\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.pageferry.v1.PrefillAcceptedH\x00\x12/\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x18.pageferry.v1.FirstTokenH\x00\x12(\n\x07shipped\x18\x03 \x01(\x0b\x32\x15.pageferry.v1.ShippedH\x00\x42\x07\n\x05\x65vent\"(\n\x0fPrefillAccepted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"\xa9\x01\n\nFirstToken\x12+\n\x05token\x18\x01 \x01(\x0b\x32\x1c.pageferry.v1.GeneratedToken\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1a.pageferry.v1.FinishReason\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\nprefill_ms\x18\x04 \x01(\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\"N\n\x07Shipped\x12\r\n\x05pages\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07tail_ms\x18\x03 \x01(\x01\x12\x14\n\x0cin_flight_ms\x18\x04 \x01(\x01\x32Z\n\x0ePrefillService\x12H\n\x07Prefill\x12\x1c.pageferry.v1.PrefillRequest\x1a\x1d.pageferry.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apageferry/v1/prefill.proto\x12\x0cpageferry.v1\x1a\x18pageferry/v1/types.proto\"c\n\x0ePrefillRequest\x12$\n\x04work\x18\x01 \x01(\x0b\x32\x16.pageferry.v1.WorkItem\x12+\n\x06target\x18\x02 \x01(\x0b\x32\x1b.pageferry.v1.HandoffTarget\"u\n\rHandoffTarget\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12(\n\x06layout\x18\x04 \x01(\x0b\x32\x18.pageferry.v1.PageLayout\"\xa8\x01\n\x0fPrefillResponse\x12\x31\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1d.pageferry.v1.PrefillAcceptedH\x00\x12/\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x18.pageferry.v1.FirstTokenH\x00\x12(\n\x07shipped\x18\x03 \x01(\x0b\x32\x15.pageferry.v1.ShippedH\x00\x42\x07\n\x05\x65vent\"(\n\x0fPrefillAccepted\x12\x15\n\rcached_tokens\x18\x01 \x01(\r\"\xe0\x01\n\nFirstToken\x12+\n\x05token\x18\x01 \x01(\x0b\x32\x1c.pageferry.v1.GeneratedToken\x12\x31\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1a.pageferry.v1.FinishReason\x12\x10\n\x08queue_ms\x18\x03 \x01(\x01\x12\x12\n\nprefill_ms\x18\x04 \x01(\x01\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x35\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1c.pageferry.v1.PromptLogprobs\"N\n\x07Shipped\x12\r\n\x05pages\x18\x01 \x01(\r\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x0f\n\x07tail_ms\x18\x03 \x01(\x01\x12\x14\n\x0cin_flight_ms\x18\x04 \x01(\x01\x32Z\n\x0ePrefillService\x12H\n\x07Prefill\x12\x1c.pageferry.v1.PrefillRequest\x1a\x1d.pageferry.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,9 +41,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLACCEPTED']._serialized_start=461
   _globals['_PREFILLACCEPTED']._serialized_end=501
   _globals['_FIRSTTOKEN']._serialized_start=504
-  _globals['_FIRSTTOKEN']._serialized_end=673
-  _globals['_SHIPPED']._serialized_start=675
-  _globals['_SHIPPED']._serialized_end=753
-  _globals['_PREFILLSERVICE']._serialized_start=755
-  _globals['_PREFILLSERVICE']._serialized_end=845
+  _globals['_FIRSTTOKEN']._serialized_end=728
+  _globals['_SHIPPED']._serialized_start=730
+  _globals['_SHIPPED']._serialized_end=808
+  _globals['_PREFILLSERVICE']._serialized_start=810
+  _globals['_PREFILLSERVICE']._serialized_end=900
 # @@protoc_insertion_point(module_scope)

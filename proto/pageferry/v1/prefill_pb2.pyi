@@ -43,18 +43,20 @@ class PrefillAccepted(_message.Message):
     def __init__(self, cached_tokens: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
-    __slots__ = ("token", "finish_reason", "queue_ms", "prefill_ms", "cached_tokens")
+    __slots__ = ("token", "finish_reason", "queue_ms", "prefill_ms", "cached_tokens", "prompt_logprobs")
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     token: _types_pb2.GeneratedToken
     finish_reason: _types_pb2.FinishReason
     queue_ms: float
     prefill_ms: float
     cached_tokens: int
-    def __init__(self, token: _Optional[_Union[_types_pb2.GeneratedToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    prompt_logprobs: _types_pb2.PromptLogprobs
+    def __init__(self, token: _Optional[_Union[_types_pb2.GeneratedToken, _Mapping]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class Shipped(_message.Message):
     __slots__ = ("pages", "bytes", "tail_ms", "in_flight_ms")

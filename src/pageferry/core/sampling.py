@@ -2,10 +2,54 @@
 
 import sys
 from dataclasses import dataclass
+from enum import Enum
 
 from pageferry.core.errors import invalid
 
 MAX_LOGPROBS = 20
+MAX_BIASED = 1024  # token ids of one request
+MAX_BIAS = 100.0
+MAX_BANNED = 1024  # token sequences of one request
+MAX_BEAMS = 16
+MAX_REPEATS = 1000
+MAX_REPEATED_TOKENS = 64  # of a run that `max_repeats` counts
+
+
+class GrammarKind(Enum):
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"  # any; the text is empty
+    REGEX = "regex"
+    LARK = "lark"
+    CHOICES = "choices"  # a JSON list of texts
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must match, whole."""
+
+    kind: GrammarKind
+    text: str
+
+
+class EarlyStopping(Enum):
+    HEURISTIC = "heuristic"
+    FIRST = "first"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """How a beam search chooses; as transformers' `num_beams`, `length_penalty` and `early_stopping`."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_BEAMS:
+            raise invalid("beam.width", self.width, f"must be from 1 to {MAX_BEAMS}")
+        if not -100 <= self.length_penalty <= 100:
+            raise invalid("beam.length_penalty", self.length_penalty, "must be from -100 to 100")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +65,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int = 0
     num_logprobs: int | None = None  # None: none; 0: the sampled token's only
+    num_prompt_logprobs: int | None = None  # the same of the prompt's tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # by token id
+    banned: tuple[tuple[int, ...], ...] = ()  # token ids that must not come in this order
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature <= sys.float_info.max:
@@ -38,8 +86,21 @@ class SamplingParams:
                 raise invalid(name, value, "must be from -2 to 2")
         if not 0 <= self.seed < 2**64:
             raise invalid("seed", self.seed, "must be from 0 to 2**64 - 1")
-        if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
-            raise invalid("logprobs", self.num_logprobs, f"must be from 0 to {MAX_LOGPROBS}")
+        for name, num in (("logprobs", self.num_logprobs), ("prompt_logprobs", self.num_prompt_logprobs)):
+            if num is not None and not 0 <= num <= MAX_LOGPROBS:
+                raise invalid(name, num, f"must be from 0 to {MAX_LOGPROBS}")
+        self._check_bias()
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > MAX_BIASED:
+            raise invalid("logit_bias", f"{len(self.logit_bias)} token ids", f"must be at most {MAX_BIASED}")
+        for token_id, bias in self.logit_bias:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise invalid(f"logit_bias[{token_id}]", bias, f"must be from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+        if len(self.banned) > MAX_BANNED:
+            raise invalid("banned", f"{len(self.banned)} token sequences", f"must be at most {MAX_BANNED}")
+        if () in self.banned:
+            raise invalid("banned", [], "must hold at least one token id each")
 
     @property
     def is_greedy(self) -> bool:
@@ -57,9 +118,12 @@ class StopParams:
     max_tokens: int
     min_tokens: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    max_repeats: int = 0  # of a run of tokens at the end; 0 is off
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise invalid("max_tokens", self.max_tokens, "must be at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise invalid("min_tokens", self.min_tokens, f"must be from 0 to max_tokens, {self.max_tokens}")
+        if not (self.max_repeats == 0 or 2 <= self.max_repeats <= MAX_REPEATS):
+            raise invalid("max_repeats", self.max_repeats, f"must be 0 (off) or from 2 to {MAX_REPEATS}")

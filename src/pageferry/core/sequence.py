@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import cast
 
 from pageferry.core.pool import PageId
-from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sampling import BeamParams, SamplingParams, StopParams
 from pageferry.core.token_counts import TokenCounts
 
 NO_PAGE = PageId(-1)
@@ -22,6 +22,7 @@ def page_table(pages: Iterable[PageId]) -> PageTable:
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
+    REPETITION = "repetition"
 
 
 class SequenceStatus(Enum):
@@ -43,6 +44,9 @@ class WorkItem:
     choice: int = 0
     priority: int = 0  # lower runs first
     cache_salt: str = ""
+    speculate: bool = False  # whether a step may compute several tokens
+    beam: BeamParams | None = None
+    profile: str = ""
 
 
 @dataclass(slots=True, eq=False)

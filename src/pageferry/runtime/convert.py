@@ -1,15 +1,14 @@
-"""Messages of the contract as the core's types, and back. Raises InvalidArgumentError where a message is wrong."""
+"""Layouts and tokens of the contract as the core's types, and back.
 
-from collections.abc import Mapping
-from typing import Any
+Raises InvalidArgumentError where a message is wrong.
+"""
 
 from pageferry.core.errors import invalid
 from pageferry.core.formats import Element, Granularity, PageFormat, TensorFormat
 from pageferry.core.groups import CacheGroup, full_group, layer_runs
 from pageferry.core.layout import CacheLayout
 from pageferry.core.plan import SampledToken
-from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.core.sequence import FinishReason, WorkItem
+from pageferry.core.sequence import FinishReason
 from pageferry.v1 import types_pb2 as pb
 
 # Those that the contract's older field can tell.
@@ -23,12 +22,11 @@ _ELEMENTS = {pb.PageElement.Value(f"PAGE_ELEMENT_{element.name}"): element for e
 _GRANULARITIES = {pb.ScaleGranularity.Value(f"SCALE_GRANULARITY_{kind.name}"): kind for kind in Granularity}
 _LAYOUT_FIELDS = ("fingerprint", "page_size", "num_kv_heads", "head_dim", "version")
 MAX_LAYERS = 4096  # of a peer's layout
-# Those that have the same name in the core and in the contract.
-_SAMPLING_FIELDS: tuple[Any, ...] = (
-    *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+    FinishReason.REPETITION: pb.FINISH_REASON_REPETITION,
+}
 
 
 def format_from_proto(message: pb.PageLayout) -> PageFormat:
@@ -118,52 +116,6 @@ def layout_from_proto(message: pb.PageLayout) -> CacheLayout:
 def _page_bytes(layout: CacheLayout) -> int:
     """Of one page of each group."""
     return sum(pages.page_bytes for pages in layout.pages)
-
-
-def sampling_from_proto(message: pb.SamplingParams, defaults: Mapping[str, float] | None = None) -> SamplingParams:
-    """A field that is absent takes its default, or else the contract's own."""
-    given = {name: getattr(message, name) for name in _SAMPLING_FIELDS if message.HasField(name)}
-    num_logprobs = message.logprobs if message.HasField("logprobs") else None
-    return SamplingParams(**{**(defaults or {}), **given}, num_logprobs=num_logprobs)
-
-
-def stop_from_proto(message: pb.StopConditions) -> StopParams:
-    if not message.HasField("max_tokens"):
-        raise invalid("stop.max_tokens", None, "must be set")
-    return StopParams(message.max_tokens, message.min_tokens, frozenset(message.stop_token_ids))
-
-
-def work_to_proto(work: WorkItem) -> pb.WorkItem:
-    sampling, stop = work.sampling, work.stop
-    values = {name: getattr(sampling, name) for name in _SAMPLING_FIELDS}
-    stop_token_ids = sorted(stop.stop_token_ids)
-    return pb.WorkItem(
-        request_id=work.request_id,
-        prompt_ids=work.prompt_ids,
-        output_ids=work.output_ids,
-        sampling=pb.SamplingParams(**values, logprobs=sampling.num_logprobs),
-        stop=pb.StopConditions(max_tokens=stop.max_tokens, min_tokens=stop.min_tokens, stop_token_ids=stop_token_ids),
-        choice=work.choice,
-        priority=work.priority,
-        cache_salt=work.cache_salt,
-    )
-
-
-def work_from_proto(message: pb.WorkItem) -> WorkItem:
-    if not message.request_id:
-        raise invalid("work.request_id", "", "must not be empty")
-    if not message.prompt_ids:
-        raise invalid("work.prompt_ids", [], "must hold at least one token id")
-    return WorkItem(
-        request_id=message.request_id,
-        prompt_ids=tuple(message.prompt_ids),
-        sampling=sampling_from_proto(message.sampling),
-        stop=stop_from_proto(message.stop),
-        output_ids=tuple(message.output_ids),
-        choice=message.choice,
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-    )
 
 
 def token_to_proto(position: int, token: SampledToken, want_logprobs: bool = True) -> pb.GeneratedToken:
