@@ -198,4 +198,4 @@ def test_logprobs_that_are_not_wanted_are_left_out() -> None:
 
 def test_finish_reasons() -> None:
     names = [pb.FinishReason.Name(convert.finish_to_proto(reason)) for reason in (None, *FinishReason)]
-    assert names == ["FINISH_REASON_UNSPECIFIED", "FINISH_REASON_STOP", "FINISH_REASON_LENGTH"]
+    assert names == [f"FINISH_REASON_{name}" for name in ("UNSPECIFIED", "STOP", "LENGTH", "REPETITION")]
