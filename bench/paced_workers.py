@@ -51,7 +51,7 @@ class ClockRunner:
         if self.due > now:
             time.sleep(self.due - now)
         self.due = max(self.due, now - 5 * self.step_s) + self.step_s
-        samples = (SampledToken(token_at(chunk.sequence.num_output)) for chunk in plan.chunks if chunk.samples)
+        samples = ((SampledToken(token_at(chunk.sequence.num_output)),) for chunk in plan.chunks if chunk.samples)
         return StepResult(tuple(samples))
 
 

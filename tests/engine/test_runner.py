@@ -18,7 +18,7 @@ from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout, Place
-from pageferry.core.plan import Chunk, Plan, SampledToken, SampleFailure, StepResult
+from pageferry.core.plan import Chunk, Plan, SampleFailure, Samples, StepResult
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import Sequence
@@ -157,7 +157,7 @@ def test_bad_logits_at_one_step_fail_one_of_four(tiny_model: Path) -> None:
         chunks = tuple(Chunk(s, len(s.token_ids) - 1, 1, samples=True) for s in generation.sequences)
         result = runner.run(Plan(chunks))
         for target, sample in zip(generation.sequences, result.samples, strict=True):
-            target.append(sample.token_id if isinstance(sample, SampledToken) else 0)
+            target.append(0 if isinstance(sample, SampleFailure) else _token(sample))
     assert [isinstance(sample, SampleFailure) for sample in result.samples] == [False, False, True, False]
     assert [target.output_ids[:5] for target in generation.sequences] == good
 
@@ -247,8 +247,9 @@ def segments_of(of: CacheLayout, chunks: tuple[Chunk, ...]) -> list[Segment]:
     return in_group.segments
 
 
-def _token(sample: SampledToken | SampleFailure) -> int:
-    assert isinstance(sample, SampledToken)
+def _token(samples: Samples) -> int:
+    assert not isinstance(samples, SampleFailure)
+    (sample,) = samples
     return sample.token_id
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as ListLike
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ from pageferry.core.plan import SampledToken, SampleFailure
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.engine.draw import uniform
-from pageferry.engine.sampler import Sampler
+from pageferry.engine.sampler import Sampler, SampleRow
 
 VOCAB = 300
-sample = Sampler().sample
+SAMPLER = Sampler()
 NAN, INF = float("nan"), float("inf")
 
 
@@ -30,6 +30,10 @@ def sequence(
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def sample(logits: torch.Tensor, targets: ListLike[Sequence]) -> tuple[SampledToken | SampleFailure, ...]:
+    return SAMPLER.sample(logits, [SampleRow(target) for target in targets])
 
 
 def draw(logits: torch.Tensor, target: Sequence) -> SampledToken:
@@ -255,6 +259,23 @@ def test_stop_ids_are_out_of_reach_before_min_tokens() -> None:
     for output, expected in (([], 3), ([0], 3), ([0, 0], 1)):
         assert draw(logits, sequence(output=output, stop=stop, temperature=0)).token_id == expected
     assert all(draw(logits, sequence(stop=stop, seed=seed)).token_id in (0, 3) for seed in range(50))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.7},
+        {"temperature": 0, "frequency_penalty": 1.0, "num_logprobs": 3},
+        {"stop": StopParams(max_tokens=9, min_tokens=4, stop_token_ids=frozenset(range(0, VOCAB, 2)))},
+    ],
+)
+def test_tokens_accepted_in_the_same_step_count_like_any(params: dict[str, Any]) -> None:
+    logits = rows(6) / 3
+    for row in range(6):
+        extra = tuple((5, 9, 5, 11, 9)[:row])
+        (result,) = SAMPLER.sample(logits[row][None].clone(), [SampleRow(sequence(output=[9], **params), extra)])
+        assert result == draw(logits[row], sequence(output=[9, *extra], **params))
 
 
 def test_when_every_token_is_a_stop_the_sequence_fails() -> None:

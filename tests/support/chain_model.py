@@ -9,7 +9,7 @@ from collections import defaultdict
 
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout, PageKey, Place
-from pageferry.core.plan import Plan, SampledToken, SampleFailure, StepResult
+from pageferry.core.plan import Plan, SampledToken, SampleFailure, Samples, StepResult
 from pageferry.core.pool import PageState
 from pageferry.core.pools import PagePools
 from pageferry.core.sequence import NO_PAGE, Sequence, WorkItem
@@ -62,13 +62,14 @@ class ChainModel:
         for source, target in plan.copies:
             self.pages[target] = list(self.pages[source])
         self._check_writers(plan)
-        samples: list[SampledToken | SampleFailure] = []
+        samples: list[Samples] = []
         for chunk in plan.chunks:
             for number, group in enumerate(self._layout.groups):
                 self._compute(chunk.sequence, number, group, chunk.start, chunk.start + chunk.num_tokens)
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(chunk.sequence.token_ids))
             if chunk.samples:
-                samples.append(self.sample(chunk.sequence))
+                drawn = self.sample(chunk.sequence)
+                samples.append(drawn if isinstance(drawn, SampleFailure) else (drawn,))
         return StepResult(tuple(samples))
 
     def sample(self, sequence: Sequence) -> SampledToken | SampleFailure:

@@ -8,7 +8,7 @@ import torch
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.layout import PageKey, Place
-from pageferry.core.plan import Chunk, Plan, SampledToken
+from pageferry.core.plan import Chunk, Plan, SampleFailure, Samples
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import NO_PAGE, Sequence, WorkItem, page_table
@@ -129,7 +129,7 @@ class Generation:
 
     engine: Engine
     sequences: list[Sequence]
-    results: list[list[object]] = field(default_factory=list)
+    results: list[list[Samples]] = field(default_factory=list)
 
     def prefill(self, *, chunk_tokens: int = 1000) -> None:
         for target in self.sequences:
@@ -153,8 +153,9 @@ class Generation:
                 target.num_computed += 1
             self._take(running, list(result.samples))
 
-    def _take(self, running: list[Sequence], samples: list[object]) -> None:
+    def _take(self, running: list[Sequence], samples: list[Samples]) -> None:
         self.results.append(samples)
-        for target, sample in zip(running, samples, strict=True):
-            if isinstance(sample, SampledToken):
-                target.append(sample.token_id)
+        for target, sampled in zip(running, samples, strict=True):
+            if not isinstance(sampled, SampleFailure):
+                for token in sampled:
+                    target.append(token.token_id)

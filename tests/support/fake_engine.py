@@ -152,7 +152,8 @@ class FakeRunner:
             for position in range(chunk.start, chunk.start + chunk.num_tokens):
                 for group in range(len(self.pages.layout.groups)):
                     self._store(chunk.sequence, group, position)
-        return StepResult(tuple(self._sample(chunk.sequence) for chunk in plan.chunks if chunk.samples))
+        drawn = [self._sample(chunk.sequence) for chunk in plan.chunks if chunk.samples]
+        return StepResult(tuple(one if isinstance(one, SampleFailure) else (one,) for one in drawn))
 
     def _store(self, sequence: Sequence, group: int, position: int) -> None:
         layout = self.pages.layout

@@ -8,10 +8,10 @@ from operator import is_not
 from pageferry.core.claims import Claim
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import CacheLayout
-from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, SampleFailure, StepResult
+from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, StepResult
 from pageferry.core.pools import PagePools
 from pageferry.core.preemption import choose_victims, margin, max_positions, num_growth, running_order, waiting_order
-from pageferry.core.scheduler import LocalPrefill, Scheduler, end_step, start_step
+from pageferry.core.scheduler import Drawn, LocalPrefill, Scheduler, end_step, start_step, take_samples
 from pageferry.core.sequence import Sequence, SequenceStatus
 from pageferry.core.sequence_queues import RETRY_S, SequenceQueue
 
@@ -88,7 +88,7 @@ class DecodeScheduler(Scheduler):
         self.tables.slide(sequence)
         self._receiving.remove(sequence)
         self._run(sequence)
-        return Output() if first is None else self._emit([(sequence, first)], now)
+        return Output() if first is None else self._emit([take_samples(sequence, (first,))], now)
 
     def schedule(self, now: float) -> Plan | None:
         """The next step; None where there is no work or pages are lacking."""
@@ -115,21 +115,16 @@ class DecodeScheduler(Scheduler):
             return None
         return RETRY_S if self._is_blocked else 0.0
 
-    def _emit(self, samples: Iterable[tuple[Sequence, SampledToken | SampleFailure]], now: float) -> Output:
-        emitted, ended = [], []
-        for sequence, sample in samples:
-            if isinstance(sample, SampleFailure):
-                ended.append(Ended(sequence, failure=sample.message))
-                self._end(sequence)
-                continue
-            emitted.append(Emitted(sequence, sequence.num_output, sample))
-            sequence.append(sample.token_id)
-            if sequence.first_token_time is None:
-                sequence.first_token_time = now
-            reason = sequence.finish_reason()
-            if reason is not None:
-                ended.append(Ended(sequence, reason))
-                self._end(sequence)
+    def _emit(self, drawn: Iterable[Drawn], now: float) -> Output:
+        emitted: list[Emitted] = []
+        ended = []
+        for one in drawn:
+            emitted += one.emitted
+            if one.emitted and one.sequence.first_token_time is None:
+                one.sequence.first_token_time = now
+            if one.reason is not None or one.failure:
+                ended.append(Ended(one.sequence, one.reason, one.failure))
+                self._end(one.sequence)
         return Output(tuple(emitted), tuple(ended))
 
     def _grow(self) -> None:

@@ -9,12 +9,17 @@ from pageferry.core.sequence import FinishReason, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One sequence's part of a step: positions `start` to `start + num_tokens`; samples where it reaches the end."""
+    """One sequence's part of a step: positions `start` to `start + num_tokens`; samples where it reaches the end.
+
+    Behind the end, up to `num_drafts` tokens that the runner guesses are computed too. Those that would have been
+    drawn there anyway are accepted; what the others have written is overwritten later.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
+        """Without drafts."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
@@ -47,11 +53,14 @@ class SampleFailure:
     message: str
 
 
+Samples = tuple[SampledToken, ...] | SampleFailure  # the accepted drafts, and the token drawn behind them
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """One entry for each chunk of the plan that samples, in the plan's order."""
 
-    samples: tuple[SampledToken | SampleFailure, ...]
+    samples: tuple[Samples, ...]
     forward_s: float = 0.0  # seconds in the model's forward pass alone, without sampling
 
 

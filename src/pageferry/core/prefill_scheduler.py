@@ -4,7 +4,7 @@ from collections import deque
 
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import CacheLayout
-from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, StepResult
+from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, StepResult
 from pageferry.core.pools import PagePools
 from pageferry.core.scheduler import Scheduler, end_step, prefill_order, prompt_chunk, start_step
 from pageferry.core.sequence import Sequence, SequenceStatus
@@ -70,16 +70,14 @@ class PrefillScheduler(Scheduler):
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Output:
         """Record what the plan's run gave. A sequence that sampled its token has ended here and holds no pages."""
-        emitted, ended = [], []
-        for sequence, sample in end_step(plan, result, self.tables):
-            if isinstance(sample, SampledToken):
-                emitted.append(Emitted(sequence, sequence.num_output, sample))
-                sequence.append(sample.token_id)
-                sequence.first_token_time = now
-                ended.append(Ended(sequence, sequence.finish_reason()))
-            else:
-                ended.append(Ended(sequence, failure=sample.message))
-            self._end(sequence)
+        emitted: list[Emitted] = []
+        ended = []
+        for drawn in end_step(plan, result, self.tables):
+            emitted += drawn.emitted
+            if drawn.emitted:
+                drawn.sequence.first_token_time = now
+            ended.append(Ended(drawn.sequence, drawn.reason, drawn.failure))
+            self._end(drawn.sequence)
         return Output(tuple(emitted), tuple(ended))
 
     def _next_work(self, now: float) -> float | None:

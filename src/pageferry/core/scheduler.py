@@ -2,13 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
 
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.page_tables import PageTables
-from pageferry.core.plan import Chunk, Ended, Plan, SampledToken, SampleFailure, StepResult
+from pageferry.core.plan import Chunk, Emitted, Ended, Plan, SampleFailure, Samples, StepResult
 from pageferry.core.pools import PagePools
-from pageferry.core.sequence import Sequence, SequenceStatus
+from pageferry.core.sequence import FinishReason, Sequence, SequenceStatus
 from pageferry.core.sequence_queues import DeadlineQueue, Key, SequenceQueue
 
 
@@ -118,23 +119,50 @@ def start_step(chunks: list[Chunk], preempted: tuple[Sequence, ...], tables: Pag
     return Plan(tuple(chunks), tuple(fresh), tables.begin_step(), preempted)
 
 
-def end_step(
-    plan: Plan, result: StepResult, tables: PageTables
-) -> Iterator[tuple[Sequence, SampledToken | SampleFailure]]:
-    """Record the chunks as computed and yield what was sampled, skipping sequences that were aborted meanwhile."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a sequence got: tokens, which are appended to it, and whether they end it; or why it got none."""
+
+    sequence: Sequence
+    emitted: tuple[Emitted, ...] = ()
+    reason: FinishReason | None = None
+    failure: str = ""
+
+
+def take_samples(sequence: Sequence, samples: Samples) -> Drawn:
+    """Append the tokens, up to one that ends the sequence."""
+    if isinstance(samples, SampleFailure):
+        return Drawn(sequence, failure=samples.message)
+    emitted = []
+    for token in samples:
+        emitted.append(Emitted(sequence, sequence.num_output, token))
+        sequence.append(token.token_id)
+        if (reason := sequence.finish_reason()) is not None:
+            return Drawn(sequence, tuple(emitted), reason)
+    return Drawn(sequence, tuple(emitted))
+
+
+def end_step(plan: Plan, result: StepResult, tables: PageTables) -> Iterator[Drawn]:
+    """Record the chunks as computed and yield what was sampled, skipping sequences that were aborted meanwhile.
+
+    The caller ends those whose last token was among it.
+    """
     samples = iter(result.samples)
     for chunk in plan.chunks:
         sequence = chunk.sequence
-        sample = next(samples) if chunk.samples else None
+        sampled = next(samples) if chunk.samples else None
         if sequence.status is SequenceStatus.FINISHED:
             continue
         end = chunk.start + chunk.num_tokens
+        drawn = None if sampled is None else take_samples(sequence, sampled)
+        if drawn is not None and drawn.emitted:
+            end += len(drawn.emitted) - 1  # the last token is not computed
         sequence.num_computed = end
         sequence.num_steps += 1
-        if not isinstance(sample, SampleFailure):  # else its pages may hold what is not a number
+        if drawn is None or not drawn.failure:  # else its pages may hold what is not a number
             tables.store(sequence, chunk.start, end)
-        if sample is not None:
-            yield sequence, sample
+        if drawn is not None:
+            yield drawn
         if sequence.tables:  # else that token was its last
             tables.slide(sequence)
     tables.end_step()

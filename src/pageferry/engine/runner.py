@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pageferry.core.plan import Plan, StepResult
+from pageferry.core.plan import Plan, SampleFailure, StepResult
 from pageferry.engine.batch import Batch, BatchBuilder
 from pageferry.engine.pages import PageTensors
-from pageferry.engine.sampler import Sampler
+from pageferry.engine.sampler import Sampler, SampleRow
 
 
 class ForwardPass(Protocol):
@@ -62,6 +62,7 @@ class TorchRunner:
         start = time.perf_counter()
         logits = self.model.forward(batch, self.pages)
         forward_s = time.perf_counter() - start
-        sampled = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        samples = self.sampler.sample(logits, sampled, self.model.likeliest)
+        rows = [SampleRow(chunk.sequence) for chunk in plan.chunks if chunk.samples]
+        drawn = self.sampler.sample(logits, rows, self.model.likeliest)
+        samples = tuple(one if isinstance(one, SampleFailure) else (one,) for one in drawn)
         return StepResult(samples, forward_s)

@@ -7,6 +7,7 @@ numpy's calls, but no number of one row goes into another's.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence as ListLike
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,18 @@ _ROWS = 16  # at once: what they take besides the logits stays in the processor'
 _TEMPERATURES = np.float32(1e-30), np.float32(1e30)  # beyond, fp32 quotients are what they are here
 
 
+class SampleRow(NamedTuple):
+    """Whose next token is drawn, if `extra` are accepted before it in this step."""
+
+    sequence: Sequence
+    extra: tuple[int, ...] = ()
+
+    @property
+    def position(self) -> int:
+        """Of the token, in the output."""
+        return self.sequence.num_output + len(self.extra)
+
+
 class Sampler:
     """Keeps the memory that it works in; one call at a time."""
 
@@ -30,29 +43,29 @@ class Sampler:
         self._memory = np.empty((0, 0), np.float32)
 
     def sample(
-        self, logits: Tensor, sequences: ListLike[Sequence], likeliest: NDArray[np.int32] | None = None
+        self, logits: Tensor, rows: ListLike[SampleRow], likeliest: NDArray[np.int32] | None = None
     ) -> tuple[SampledToken | SampleFailure, ...]:
         """One result for each row of `logits` [S, vocab] fp32, which is changed in place; see `ForwardPass.likeliest`.
 
         For greedy rows little is called: the forward pass has left none of it in the processor's caches.
         """
-        if not sequences:
+        if not rows:
             return ()
         numbers = logits.numpy()
         token_ids = (_likeliest(numbers) if likeliest is None else likeliest).tolist()
         results: Results = []
         drawn, reported = [], []
-        for row, sequence in enumerate(sequences):
+        for row, one in enumerate(rows):
             if token_ids[row] < 0:
-                results.append(SampleFailure(f"logits of position {sequence.num_output} are not finite numbers"))
+                results.append(SampleFailure(f"logits of position {one.position} are not finite numbers"))
                 continue
-            if _is_adjusted(sequence):
-                token_ids[row] = _adjust(numbers[row], sequence)
+            if is_adjusted(one.sequence):
+                token_ids[row] = _adjust(numbers[row], one)
                 if numbers.item(row, token_ids[row]) == -math.inf:
                     why = "all are stop ids before min_tokens"
-                    results.append(SampleFailure(f"no token may follow at position {sequence.num_output}: {why}"))
+                    results.append(SampleFailure(f"no token may follow at position {one.position}: {why}"))
                     continue
-            params = sequence.work.sampling
+            params = one.sequence.work.sampling
             if not params.is_greedy:
                 drawn.append(row)
             if params.num_logprobs is not None:
@@ -61,35 +74,35 @@ class Sampler:
         if drawn or reported:
             likeliest_ids = np.array(token_ids)
             with np.errstate(all="ignore"):  # overflows end at 0, or at infinity below the likeliest
-                self._draw_all(numbers, likeliest_ids, drawn, sequences, results)
-                self._report_all(numbers, likeliest_ids, reported, sequences, results)
+                self._draw_all(numbers, likeliest_ids, drawn, rows, results)
+                self._report_all(numbers, likeliest_ids, reported, rows, results)
         return tuple(results)
 
     def _draw_all(
-        self, logits: Floats, likeliest_ids: Ids, rows: list[int], sequences: ListLike[Sequence], results: Results
+        self, logits: Floats, likeliest_ids: Ids, drawn_rows: list[int], rows: ListLike[SampleRow], results: Results
     ) -> None:
-        for some in _parts(rows):
+        for some in _parts(drawn_rows):
             largest = logits[some, likeliest_ids[some]]
-            drawn = self._draw(logits, largest, some, [sequences[row] for row in some])
+            drawn = self._draw(logits, largest, some, [rows[row] for row in some])
             for row, token_id in zip(some.tolist(), drawn.tolist(), strict=True):
                 results[row] = SampledToken(token_id)
 
     def _report_all(
-        self, logits: Floats, likeliest_ids: Ids, rows: list[int], sequences: ListLike[Sequence], results: Results
+        self, logits: Floats, likeliest_ids: Ids, reported: list[int], rows: ListLike[SampleRow], results: Results
     ) -> None:
-        for some in _parts(rows):
+        for some in _parts(reported):
             largest = logits[some, likeliest_ids[some]]
-            counts = np.array([sequences[row].work.sampling.num_logprobs or 0 for row in some])
+            counts = np.array([rows[row].sequence.work.sampling.num_logprobs or 0 for row in some])
             token_ids = np.array([result.token_id for row in some if isinstance(result := results[row], SampledToken)])
             for row, result in zip(some, self._report(logits, largest, some, token_ids, counts), strict=True):
                 results[row] = result
 
-    def _draw(self, logits: Floats, largest: Floats, rows: Ids, sequences: list[Sequence]) -> Ids:
+    def _draw(self, logits: Floats, largest: Floats, rows: Ids, drawn_for: list[SampleRow]) -> Ids:
         """A token id for each of some rows, whose largest logits are given."""
-        params = [sequence.work.sampling for sequence in sequences]
+        params = [one.sequence.work.sampling for one in drawn_for]
         filters = _filters(params, logits.shape[1])
         uniforms = np.array(
-            [uniform(p.seed, one.num_output, one.work.choice) for p, one in zip(params, sequences, strict=True)]
+            [uniform(p.seed, one.position, one.sequence.work.choice) for p, one in zip(params, drawn_for, strict=True)]
         )
         drawn = np.empty(len(rows), np.int64)
         is_limited = (filters.top_p < 1) | (filters.min_p > 0)
@@ -180,26 +193,40 @@ def _draw_among(among: Iterable[Candidates], filters: Filters, totals: Numbers, 
     return drawn
 
 
-def _is_adjusted(sequence: Sequence) -> bool:
+def is_adjusted(sequence: Sequence) -> bool:
+    """Whether logits are changed by what is generated before them."""
     stop = sequence.work.stop
     return sequence.work.sampling.has_penalties or (stop.min_tokens > 0 and sequence.num_output < stop.min_tokens)
 
 
-def _adjust(row: Floats, sequence: Sequence) -> int:
+def _adjust(row: Floats, one: SampleRow) -> int:
     """The likeliest token after penalties and the ban."""
-    if sequence.work.sampling.has_penalties:
+    if one.sequence.work.sampling.has_penalties:
         with np.errstate(all="ignore"):
-            _penalise(row, sequence)
-    stop = sequence.work.stop
-    if sequence.num_output < stop.min_tokens:
+            _penalise(row, one)
+    stop = one.sequence.work.stop
+    if one.position < stop.min_tokens:
         row[list(stop.stop_token_ids)] = -np.inf
     return int(row.argmax())
 
 
-def _penalise(row: Floats, sequence: Sequence) -> None:
-    """Repetition (arXiv:1909.05858) counts prompt and output, presence and frequency the output alone."""
-    params, counts = sequence.work.sampling, sequence.token_counts()
+def _counts(one: SampleRow) -> tuple[Ids, Ids]:
+    """The different tokens before the row's, and how often each is in the output."""
+    counts = one.sequence.token_counts()
     ids, num_output = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.num_output, np.int64)
+    if not one.extra:
+        return ids, num_output
+    new = np.setdiff1d(one.extra, ids)
+    ids, num_output = np.concatenate((ids, new)), np.concatenate((num_output, np.zeros(len(new), np.int64)))
+    for token_id in one.extra:
+        num_output[ids == token_id] += 1
+    return ids, num_output
+
+
+def _penalise(row: Floats, one: SampleRow) -> None:
+    """Repetition (arXiv:1909.05858) counts prompt and output, presence and frequency the output alone."""
+    params = one.sequence.work.sampling
+    ids, num_output = _counts(one)
     values = row[ids]
     if params.repetition_penalty != 1:
         penalty = np.float32(params.repetition_penalty)
