@@ -15,9 +15,9 @@ from tiny_model import TinyShape, write_tiny_model
 from pageferry.core.gguf import GgufFile, GgufType, parse_gguf
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of
+from pageferry.core.model_shapes import check_shapes, expected_shapes
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import GgufTensors
-from pageferry.engine.weights import check_shapes, expected_shapes
 from pageferry.text.gguf_tokenizer import GgufVocabulary
 
 VOCABULARY = {

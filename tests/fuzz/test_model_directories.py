@@ -11,10 +11,10 @@ from tiny_model import tokenizer_json, write_tiny_model
 
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, sampling_defaults
+from pageferry.core.model_shapes import check_shapes, expected_shapes
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.sequence import WorkItem
 from pageferry.engine.rope import inverse_frequencies
-from pageferry.engine.weights import check_shapes, expected_shapes
 from pageferry.runtime.convert_work import work_to_proto
 from pageferry.text.tokenizer import load_tokenizer
 

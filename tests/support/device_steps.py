@@ -11,6 +11,7 @@ from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.model_config import ModelConfig
+from pageferry.core.model_shapes import expected_shapes
 from pageferry.core.plan import Chunk
 from pageferry.core.pool import PageId
 from pageferry.core.sampling import StopParams
@@ -19,7 +20,6 @@ from pageferry.engine.batch import Batch, BatchBuilder
 from pageferry.engine.gpu_pages import DevicePages
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.runner import ForwardPass
-from pageferry.engine.weights import expected_shapes
 
 Steps: TypeAlias = "list[list[tuple[int, int, int]]]"
 NUM_PAGES, MAX_POSITIONS = 24, 128

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from pageferry.core.errors import InvalidArgumentError, invalid
 from pageferry.core.layout import CacheLayout
+from pageferry.core.memory import MemoryPlan, unpacked_bytes
 from pageferry.core.model_config import ModelConfig
 from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.gpu_pages import DevicePages
-from pageferry.engine.memory import MemoryPlan, unpacked_bytes
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.quantised_weights import is_quantised, quantised_bytes
 from pageferry.engine.runner import ForwardPass

@@ -9,10 +9,11 @@ from torch.nn import functional
 
 from pageferry.core.gguf import GgufType
 from pageferry.core.model_config import ModelConfig
+from pageferry.core.model_shapes import EMBEDDING, HEAD, NORM
 from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.quantised_weights import merged_blocks
 from pageferry.engine.tensors import TensorFiles
-from pageferry.engine.weights import EMBEDDING, HEAD, NORM, LayerWeights, Projection, load_layers, load_weights
+from pageferry.engine.weights import LayerWeights, Projection, load_layers, load_weights
 from pageferry.kernels.gpu.linear import GroupedWeight, linear
 
 

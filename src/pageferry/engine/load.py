@@ -8,22 +8,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pageferry.core.available import available_bytes
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.cores import num_cores
 from pageferry.core.errors import InvalidArgumentError, invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import CacheLayout
+from pageferry.core.memory import MemoryPlan, context_limit, plan_memory, unpacked_bytes
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
+from pageferry.core.model_shapes import check_shapes, expected_shapes
 from pageferry.core.plan import Runner
-from pageferry.engine.available import available_bytes
 from pageferry.engine.batch import BatchBuilder
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
 from pageferry.engine.gpu_load import DeviceLoader, open_device
 from pageferry.engine.hf_tensors import HfTensors
-from pageferry.engine.memory import MemoryPlan, context_limit, plan_memory, unpacked_bytes
 from pageferry.engine.model import Model
 from pageferry.engine.native import NativeModel
 from pageferry.engine.outliers import key_warning
@@ -33,7 +34,7 @@ from pageferry.engine.rope import inverse_frequencies
 from pageferry.engine.runner import ForwardPass, TorchRunner
 from pageferry.engine.tensors import TensorFiles
 from pageferry.engine.warm_up import warm_up_plans
-from pageferry.engine.weights import check_shapes, expected_shapes, load_weights
+from pageferry.engine.weights import load_weights
 from pageferry.kernels.append_pages import HEAD_DIM_MULTIPLE
 from pageferry.kernels.cpu_library import CpuKernels, Isa, load_kernels
 

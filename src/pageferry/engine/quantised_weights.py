@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pageferry.core.gguf import GgufType
 from pageferry.core.model_config import ModelConfig
+from pageferry.core.model_shapes import EMBEDDING, HEAD, NORM
 from pageferry.engine.gguf_tensors import GgufTensors
-from pageferry.engine.weights import EMBEDDING, HEAD, NORM, LayerWeights, bias_of, load_layers
+from pageferry.engine.weights import LayerWeights, bias_of, load_layers
 from pageferry.kernels.quantised_linear import QUANTISED_TYPES, PackedMatrix, pack
 
 QuantisedLayer = LayerWeights[tuple[PackedMatrix, ...]]  # each the matrices whose results lie side by side

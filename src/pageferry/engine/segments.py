@@ -10,12 +10,10 @@ from torch import Tensor
 
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout
+from pageferry.core.memory import MAX_GATHERED
 from pageferry.core.plan import Chunk
 from pageferry.kernels.segment import Segment
 
-# Numbers (K and V of one layer, fp32) that a segment of several sequences gathers at most: 8 MB stay near the cache,
-# and buffers of up to 32 MB are reused by the allocator instead of being mapped anew each time.
-MAX_GATHERED = 1 << 21
 _NEVER = 1 << 40  # a position, or a page's index, that no row sees
 
 

@@ -9,8 +9,8 @@ from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import CacheLayout
+from pageferry.core.memory import MemoryPlan, plan_memory, unpacked_bytes
 from pageferry.core.model_config import ModelConfig
-from pageferry.engine.memory import MemoryPlan, plan_memory, unpacked_bytes
 from pageferry.runtime.staging import MAX_STAGED_BYTES
 
 MODEL = ModelConfig("m", "llama", 1000, 64, 2, 4, 2, 16, 128, 8192, 1e-5, 1e4, tied_embeddings=True)

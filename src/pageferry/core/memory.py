@@ -9,10 +9,12 @@ from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
-from pageferry.engine.segments import MAX_GATHERED
-from pageferry.engine.weights import expected_shapes
+from pageferry.core.model_shapes import expected_shapes
 
 _MB = 10**6
+# Numbers (K and V of one layer, fp32) that attention of several sequences gathers at most: 8 MB stay near the cache,
+# and buffers of up to 32 MB are reused by the allocator instead of being mapped anew each time.
+MAX_GATHERED = 1 << 21
 _TAILS_PER_SEQUENCE = 2  # one while it runs, one for the last one's push
 _TAKEN = 0.9  # of what is there: the rest is for what no plan knows, such as messages, and for the machine
 _WINDOW_SLACK = 0.25  # of a window's pages besides, for pushes in flight and cached prefixes

@@ -10,7 +10,7 @@ from secrets import token_hex
 
 import pytest
 
-from pageferry.engine.available import available_bytes
+from pageferry.core.available import available_bytes
 
 GIB = 2**30
 MEMINFO = "MemTotal:       32000000 kB\nMemFree:        1000 kB\nMemAvailable:   16777216 kB\n"  # 16 GiB
@@ -101,7 +101,7 @@ print("holds", flush=True)
 sys.stdin.read()
 """
 ASK = """
-from pageferry.engine.available import available_bytes
+from pageferry.core.available import available_bytes
 print(available_bytes())
 """
 
