@@ -19,10 +19,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-def rotary_table(inverse_frequencies: Tensor, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Give cos and sin [num_positions, D/2] fp32 of position times frequency, for positions from 0."""
+def rotary_table(inverse_frequencies: Tensor, num_positions: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Give cos and sin [num_positions, D/2] fp32 of position times frequency, for positions from 0, times `scale`."""
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inverse_frequencies
-    return angles.cos(), angles.sin()
+    return angles.cos().mul_(scale), angles.sin().mul_(scale)
 
 
 def rotary_ref(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

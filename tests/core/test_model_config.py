@@ -109,6 +109,8 @@ def test_what_distinguishes_the_architectures() -> None:
     assert (biased.attention_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 2.0}
 WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
 
 
@@ -129,8 +131,18 @@ WINDOWED = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window":
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_scaling": {"rope_type": "foo"}}, "rope_type is 'foo', supported are default, linear, llama3"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "foo"}}, "is 'foo', supported are default, linear, dynamic, yarn, llama3"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type is 'longrope', supported are"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 1e9}}, r"factor is 1000000000\.0, must be from 1 to 1000"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim is 2, must be more than 2"),
+        ({"rope_scaling": YARN | {"beta_fast": 1}}, "beta_fast is 1.0, must be more than beta_slow, 1.0"),
+        (
+            {"rope_scaling": YARN | {"beta_slow": 1e-9}},
+            "beta_fast is 32.0, must be more than beta_slow, 1e-09",
+        ),
+        ({"rope_scaling": YARN | {"truncate": "no"}}, "truncate is 'no', must be true or false"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta is 1.0, must be more than 1"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "high_freq_factor is 4.0, must be more than low_freq_fac"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is None"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "factor is nan"),
         ({"rope_scaling": [2]}, "rope_scaling is \\[2\\], must be an object"),
@@ -175,13 +187,46 @@ def test_a_gguf_configuration() -> None:
     )
 
 
+GGUF_YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+
+
+def test_yarn_of_both_forms_is_the_same() -> None:
+    length = {"llama.rope.scaling.original_context_length": 256}
+    scaling = from_gguf(GGUF_YARN | length).rope_scaling
+    assert scaling == from_hf(rope_scaling=YARN | {"factor": 4, "original_max_position_embeddings": 256}).rope_scaling
+    assert scaling is not None
+    assert scaling.attention_factor == pytest.approx(1.138629)
+    betas = {"llama.rope.scaling.yarn_beta_fast": 16.0, "llama.rope.scaling.yarn_beta_slow": 2.0}
+    scaled = from_gguf(GGUF_YARN | betas | {"llama.rope.scaling.attn_factor": 0.5}).rope_scaling
+    assert scaled is not None
+    assert (scaled.beta_fast, scaled.beta_slow, scaled.attention_factor) == (16, 2, scaling.attention_factor / 2)
+
+
+def test_a_gguf_factor_without_a_type_is_linear() -> None:
+    assert from_gguf({"llama.rope.scaling.factor": 2.0}).rope_scaling == RopeScaling("linear", 2.0)
+    assert from_gguf({"llama.rope.scale_linear": 2.0}).rope_scaling == RopeScaling("linear", 2.0)
+    assert from_gguf({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0}).rope_scaling is None
+    assert from_gguf({"llama.rope.scaling.factor": 0.0}).rope_scaling is None
+
+
+def test_longrope_of_a_gguf_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"longrope .* is not supported; supported are none, linear, yarn"):
+        from_gguf({}, "rope_factors_long.weight")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"general.architecture": "gemma"}, "general.architecture is 'gemma', supported are llama, qwen2, qwen3"),
         ({"llama.expert_count": 8}, "expert_count is 8"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8, only 16"),
-        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}, "rope_type is 'yarn'"),
+        (
+            {"llama.rope.scaling.type": "su"},
+            "rope.scaling.type is 'su', supported are none, linear, yarn, and llama3's",
+        ),
+        ({"llama.rope.scaling.type": "yarn"}, "factor is None"),
+        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.attn_factor": 2.0}, "attn_factor is 2.0"),
+        (GGUF_YARN | {"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
         ({"llama.block_count": 0}, "block_count is 0"),
     ],
 )

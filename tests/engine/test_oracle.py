@@ -50,6 +50,11 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 64}},
     ),
     "linear rope": (LlamaForCausalLM, LlamaConfig, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    "yarn rope": (
+        Qwen2ForCausalLM,
+        Qwen2Config,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
+    ),
     "mistral with a window": (MistralForCausalLM, MistralConfig, {"sliding_window": 20, "head_dim": 16}),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen2 with a window": (
@@ -106,6 +111,19 @@ def test_logits_equal_transformers_however_they_are_chunked(name: str, tmp_path:
     }
     for ends in chunkings.values():
         assert relative_error(logits_of(engine, sequence(token_ids(), 11, 6), ends), expected) < LIMIT
+
+
+def test_dynamic_rope_beyond_its_length_is_that_of_what_is_served(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    model = build("llama", rope_scaling=scaling, max_position_embeddings=64)
+    model.save_pretrained(tmp_path)
+    engine = load(tmp_path, max_model_tokens=NUM_TOKENS)
+    result = logits_of(engine, sequence(token_ids(), 11, 6), [33, *range(34, NUM_TOKENS + 1)])
+    assert relative_error(result, oracle(model)) < LIMIT
+    # Pages of workers whose frequencies differ are not shared.
+    prints = {length: load(tmp_path, max_model_tokens=length).layout.fingerprint for length in (0, 60, 64, 65, 90)}
+    assert prints[0] == prints[60] == prints[64]
+    assert len(set(prints.values())) == 3
 
 
 # What int8 and bf16 pages, and computing in bf16, may cost these models, whose weights are larger than real ones.

@@ -18,6 +18,7 @@ from pageferry.core.model_files import ModelFiles, load_config_of
 from pageferry.core.model_shapes import check_shapes, expected_shapes
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import GgufTensors
+from pageferry.engine.rope import inverse_frequencies
 from pageferry.text.gguf_tokenizer import GgufVocabulary
 
 VOCABULARY = {
@@ -42,7 +43,8 @@ TENSORS = {
 }
 WRITTEN = write_gguf(GOOD, TENSORS)
 KEYS = [*GOOD, "general.alignment", "llama.rope.scaling.type", "llama.attention.key_length", "llama.expert_count"]
-WORDS = st.sampled_from(["llama", "qwen3", "gpt2", "llama-bpe", "qwen2", "linear", "llama3", "a b", "", "a", "ü"])
+KEYS += [f"llama.rope.scaling.{name}" for name in ("factor", "attn_factor", "yarn_beta_fast", "yarn_beta_slow")]
+WORDS = st.sampled_from(["llama", "qwen3", "gpt2", "llama-bpe", "qwen2", "linear", "yarn", "a b", "", "a", "ü"])
 NUMBERS = numbers(-(2**31), 2**31 - 1)
 VALUES = (
     NUMBERS
@@ -66,6 +68,7 @@ def use(file: GgufFile) -> None:
     """All that is made of the metadata."""
     with held_to_contract():
         config = ModelConfig.from_gguf(file, "fuzzed")
+        inverse_frequencies(config.served(config.most_positions))
         check_shapes(expected_shapes(config), {name: tensor.shape for name, tensor in file.tensors.items()})
     with held_to_contract():
         vocabulary = GgufVocabulary(file.metadata)

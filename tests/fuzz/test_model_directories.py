@@ -45,12 +45,14 @@ CONFIG = {
     "max_window_layers": 0,
     "eos_token_id": [1, 2],
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+DYNAMIC = {"rope_type": "dynamic", "factor": 1000, "original_max_position_embeddings": 2**31 - 1}
 SUITED = {
     "model_type": ["llama", "mistral", "qwen2", "qwen3"],
     "layer_types": [["full_attention"] * 4, ["sliding_attention"] * 4, ["sliding_attention", []], [{}], "full"],
     "num_hidden_layers": [0, 10**9, 2**63],
-    "rope_parameters": [{"rope_type": "linear", "factor": 2}, {"type": "yarn"}, [], "x"],
-    "type": ["linear", "llama3", "yarn", [], {}],
+    "rope_parameters": [{"rope_type": "linear", "factor": 2}, {"type": "yarn"}, YARN, DYNAMIC, [], "x"],
+    "type": ["linear", "llama3", "yarn", "dynamic", [], {}],
     "partial_rotary_factor": [0.5, 1, "1"],
     "quantization_config": [None, {}],
 }
@@ -62,7 +64,8 @@ def use(config: Any, generation: Any) -> None:
         shapes = expected_shapes(model)
         check_shapes(shapes, {})
     with held_to_contract():
-        inverse_frequencies(ModelConfig.from_hf(config, generation, "fuzzed"), None)
+        model = ModelConfig.from_hf(config, generation, "fuzzed")
+        inverse_frequencies(model.served(model.most_positions), None)
 
 
 @given(altered(CONFIG, SUITED), altered({"eos_token_id": [1], "bos_token_id": 0}) | st.none())

@@ -28,6 +28,7 @@ def load(
     threads: int = 1,
     page_size: int = 16,
     cache_layers: str = "",
+    max_model_tokens: int = 0,
 ) -> Engine:
     config = EngineConfig(
         model=str(model),
@@ -38,6 +39,7 @@ def load(
         kernels=kernels,
         page_size=page_size,
         cache_layers=cache_layers,
+        max_model_tokens=max_model_tokens,
     )
     return load_engine(config, SchedulerConfig(), progress=lambda _: None)
 

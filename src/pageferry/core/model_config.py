@@ -1,29 +1,18 @@
 """What a model is, read from a Hugging Face `config.json` or from GGUF metadata; what is not supported is refused."""
 
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pageferry.core.errors import InvalidArgumentError, invalid
+from pageferry.core.fields import Fields
 from pageferry.core.gguf import GgufFile
+from pageferry.core.rope import RopeScaling, gguf_rope, hf_rope
 
 HF_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _MAX_HEAD_DIM = 512
 _MAX_LAYERS = 1000
-_MAX_WHOLE = 2**31 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """`linear` divides positions by `factor`; `llama3` divides the slow frequencies and blends those between."""
-
-    type: str  # linear, llama3
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +52,43 @@ class ModelConfig:
             if not 0 <= token_id < self.vocab_size:
                 raise invalid("bos or eos token id", token_id, f"must be from 0 to {self.vocab_size - 1}")
 
+    @property
+    def most_positions(self) -> int:
+        """The longest text that `max_model_tokens` may ask for; `max_positions` is what it is without."""
+        return self.rope_scaling.most_positions(self.max_positions) if self.rope_scaling else self.max_positions
+
+    @property
+    def rotary_scale(self) -> float:
+        """What cos and sin are multiplied by."""
+        return self.rope_scaling.attention_factor if self.rope_scaling else 1.0
+
+    def served(self, max_positions: int) -> "ModelConfig":
+        """As it is computed for texts of up to that many tokens; 0: as many as the model's own limit.
+
+        Frequencies of dynamic scaling become those of that length: stored keys are never turned anew, so all tokens
+        of a text need the same. Raises InvalidArgumentError where the model can't be stretched so far.
+        """
+        if max_positions > self.most_positions:
+            raise invalid("max_model_tokens", max_positions, f"must be at most the model's {self.most_positions}")
+        served = replace(self, max_positions=max_positions or self.max_positions)
+        if self.rope_scaling is None or self.rope_scaling.type != "dynamic":
+            return served
+        theta = self.rope_scaling.dynamic_theta(self.rope_theta, self.head_dim, served.max_positions)
+        return replace(served, rope_theta=theta, rope_scaling=None)
+
     @classmethod
     def from_hf(
         cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None, name: str
     ) -> "ModelConfig":
         """From a parsed `config.json` and, where there is one, `generation_config.json`."""
-        fields = _Fields("config.json", config)
+        fields = Fields("config.json", config)
         architecture = fields.one_of("model_type", HF_ARCHITECTURES)
         fields.refuse_unless("hidden_act", "silu")
         fields.refuse_unless("quantization_config", None)
-        rope = _hf_rope(config)
         hidden_size, num_heads = fields.whole("hidden_size"), fields.whole("num_attention_heads")
+        head_dim = fields.whole("head_dim", 128 if architecture == "qwen3" else hidden_size // num_heads)
+        max_positions = fields.whole("max_position_embeddings")
+        rope_theta, rope_scaling = hf_rope(config, head_dim, max_positions)
         has_bias = fields.flag("attention_bias") if architecture != "qwen2" else True
         return cls(
             name=name,
@@ -83,12 +98,12 @@ class ModelConfig:
             num_layers=fields.whole("num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=fields.whole("num_key_value_heads", num_heads),
-            head_dim=fields.whole("head_dim", 128 if architecture == "qwen3" else hidden_size // num_heads),
+            head_dim=head_dim,
             intermediate_size=fields.whole("intermediate_size"),
-            max_positions=fields.whole("max_position_embeddings"),
+            max_positions=max_positions,
             norm_eps=fields.positive("rms_norm_eps", 1e-6),
-            rope_theta=rope.positive("rope_theta", 10_000.0),
-            rope_scaling=_rope_scaling(rope),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
             tied_embeddings=fields.flag("tie_word_embeddings"),
             attention_bias=has_bias and architecture != "mistral",
             o_bias=has_bias and architecture in ("llama", "qwen3"),
@@ -102,7 +117,7 @@ class ModelConfig:
     @classmethod
     def from_gguf(cls, file: GgufFile, name: str) -> "ModelConfig":
         """From a GGUF file's metadata, and from which tensors it has."""
-        general = _Fields("model file", file.metadata)
+        general = Fields("model file", file.metadata)
         architecture = general.one_of("general.architecture", GGUF_ARCHITECTURES)
         fields = general.below(f"{architecture}.", "model file")
         fields.refuse_unless("expert_count", 0)
@@ -110,6 +125,8 @@ class ModelConfig:
         head_dim = fields.whole("attention.key_length", hidden_size // num_heads)
         fields.refuse_unless("attention.value_length", head_dim)
         fields.refuse_unless("rope.dimension_count", head_dim)
+        max_positions = fields.whole("context_length")
+        rope_theta, rope_scaling = gguf_rope(fields, file.tensors, max_positions)
         if "token_embd.weight" not in file.tensors:
             raise InvalidArgumentError("model file has no tensor token_embd.weight", reason="MODEL_FILE_INVALID")
         return cls(
@@ -122,10 +139,10 @@ class ModelConfig:
             num_kv_heads=fields.whole("attention.head_count_kv", num_heads),
             head_dim=head_dim,
             intermediate_size=fields.whole("feed_forward_length"),
-            max_positions=fields.whole("context_length"),
+            max_positions=max_positions,
             norm_eps=fields.positive("attention.layer_norm_rms_epsilon"),
-            rope_theta=fields.positive("rope.freq_base", 10_000.0),
-            rope_scaling=_rope_scaling(fields.below("rope.scaling.", "model file: rope.scaling")),
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
             tied_embeddings="output.weight" not in file.tensors,
             attention_bias="blk.0.attn_q.bias" in file.tensors,
             o_bias="blk.0.attn_output.bias" in file.tensors,
@@ -135,57 +152,6 @@ class ModelConfig:
             bos_id=general.whole_or_none("tokenizer.ggml.bos_token_id"),
             eos_ids=_eos_ids(*(file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))),
         )
-
-
-class _Fields:
-    """Typed access to outside values; every refusal names the source, the field, the value and the limit."""
-
-    def __init__(self, source: str, values: Mapping[str, Any]) -> None:
-        self.source = source
-        self.values = values
-
-    def below(self, prefix: str, source: str) -> "_Fields":
-        """Those whose keys begin with the prefix, without it."""
-        values = {key.removeprefix(prefix): value for key, value in self.values.items() if key.startswith(prefix)}
-        return _Fields(source, values)
-
-    def one_of(self, key: str, supported: tuple[str, ...]) -> str:
-        value = self.values.get(key)
-        if value not in supported:
-            raise invalid(f"{self.source}: {key}", value, f"supported are {', '.join(supported)}")
-        return str(value)
-
-    def whole(self, key: str, default: int | None = None) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_WHOLE:
-            raise invalid(f"{self.source}: {key}", value, f"must be a whole number from 1 to {_MAX_WHOLE}")
-        return value
-
-    def whole_or_none(self, key: str) -> int | None:
-        value = self.values.get(key)
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_whole and 0 <= value <= _MAX_WHOLE):
-            raise invalid(f"{self.source}: {key}", value, f"must be absent or a whole number up to {_MAX_WHOLE}")
-        return value
-
-    def positive(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-            raise invalid(f"{self.source}: {key}", value, "must be a positive number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key)
-        if value not in (None, True, False):
-            raise invalid(f"{self.source}: {key}", value, "must be true or false")
-        return bool(value)
-
-    def refuse_unless(self, key: str, supported: object) -> None:
-        value = self.values.get(key)
-        if value is not None and value != supported:
-            raise invalid(f"{self.source}: {key}", value, f"only {supported!r} is supported")
 
 
 def _eos_ids(*sources: object) -> tuple[int, ...]:
@@ -198,36 +164,7 @@ def _eos_ids(*sources: object) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _hf_rope(config: Mapping[str, Any]) -> _Fields:
-    """The rope fields in one place: transformers 5 writes `rope_parameters`, 4 `rope_theta` and `rope_scaling`."""
-    key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-    section = config.get(key) or {}
-    if not isinstance(section, dict):
-        raise invalid(f"config.json: {key}", section, "must be an object")
-    values = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": config.get("partial_rotary_factor")}
-    rope = _Fields(f"config.json: {key}", values | section)
-    rope.refuse_unless("partial_rotary_factor", 1.0)
-    return rope
-
-
-def _rope_scaling(fields: _Fields) -> RopeScaling | None:
-    kind = fields.values.get("rope_type", fields.values.get("type"))
-    if kind in (None, "default", "none"):
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", fields.positive("factor"))
-    if kind == "llama3":
-        return RopeScaling(
-            "llama3",
-            fields.positive("factor"),
-            fields.positive("low_freq_factor"),
-            fields.positive("high_freq_factor"),
-            fields.whole("original_max_position_embeddings"),
-        )
-    raise invalid(f"{fields.source}: rope_type", kind, "supported are default, linear, llama3")
-
-
-def _hf_window(fields: _Fields, architecture: str) -> int | None:
+def _hf_window(fields: Fields, architecture: str) -> int | None:
     if architecture == "llama":
         return None
     if architecture == "mistral":

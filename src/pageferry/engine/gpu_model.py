@@ -45,7 +45,9 @@ class DeviceModel:
         self._weights = weights
         self._dtype = dtype
         self._limits = max_positions, max_num_seqs
-        self._cos, self._sin = (table.to(self.device) for table in rotary_table(frequencies, max_positions))
+        self._cos, self._sin = (
+            table.to(self.device) for table in rotary_table(frequencies, max_positions, config.rotary_scale)
+        )
         self._upload = Upload(self.device)
         self._graphs: DecodeGraphs | None = None
         self._logits = self._pinned(1)

@@ -76,8 +76,10 @@ def load_engine(
     model_config = load_config_of(files)
     with _naming(files), closing(_open(files, model_config)) as tensors:
         check_shapes(expected_shapes(model_config), tensors.shapes)
-        layout = _layout(model_config, config, fingerprint(model_config, tensors))
-        limited = replace(model_config, max_positions=_max_positions(model_config, config))
+        limited = model_config.served(config.max_model_tokens)
+        # Workers of other lengths share pages, unless their frequencies differ for it.
+        same = replace(limited, max_positions=model_config.max_positions)
+        layout = _layout(model_config, config, fingerprint(same, tensors))
         loader = _loader(config, scheduler, limited, layout, tensors)
         on_processor = config.device == "cpu"
         memory = plan_memory(
@@ -204,13 +206,6 @@ def _layout(model: ModelConfig, config: EngineConfig, digest: str) -> CacheLayou
     groups = parse_groups(config.cache_layers, model.num_layers, model.sliding_window)
     page_format = PageFormat.parse(config.page_format)
     return CacheLayout(digest, page_format, config.page_size, model.num_kv_heads, model.head_dim, groups)
-
-
-def _max_positions(model: ModelConfig, config: EngineConfig) -> int:
-    if config.max_model_tokens > model.max_positions:
-        limit = f"must be at most the model's {model.max_positions}"
-        raise invalid("max_model_tokens", config.max_model_tokens, limit)
-    return config.max_model_tokens or model.max_positions
 
 
 def _summary(memory: MemoryPlan, layout: CacheLayout, how: str) -> str:

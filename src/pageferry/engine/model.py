@@ -38,7 +38,7 @@ class Model:
         self._config = config
         self._weights = weights
         self._dtype = weights.embedding.dtype
-        self._cos, self._sin = rotary_table(frequencies, max_positions)
+        self._cos, self._sin = rotary_table(frequencies, max_positions, config.rotary_scale)
         self._kernels = kernels
 
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:

@@ -38,7 +38,7 @@ class NativeModel:
         self._likeliest = np.empty(0, np.int32)
         self.likeliest: NDArray[np.int32] | None = None
         self._pool: tuple[PageTensors, cpu_library.Pool] | None = None  # of the last call's pages
-        tables = rotary_table(frequencies, max_positions)
+        tables = rotary_table(frequencies, max_positions, config.rotary_scale)
         layers = (cpu_library.Layer * config.num_layers)(*(_layer(layer) for layer in weights.layers))
         self._kept = (weights, tables, layers)  # what the structure points to
         self._model = cpu_library.Model(
