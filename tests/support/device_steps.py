@@ -46,11 +46,12 @@ class RandomTensors:
     def __init__(self, config: ModelConfig) -> None:
         self.shapes = expected_shapes(config)
 
-    def load(self, name: str) -> torch.Tensor:
+    def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         generator = torch.Generator().manual_seed(sum(name.encode()))
         shape = self.shapes[name]
         x = torch.randn(shape, generator=generator)
-        return 1 + 0.1 * x if name.endswith("norm.weight") else x / shape[-1] ** 0.5
+        values = 1 + 0.1 * x if name.endswith("norm.weight") else x / shape[-1] ** 0.5
+        return values.to(dtype or torch.float32)
 
     def first_bytes(self, name: str) -> bytes:
         raise NotImplementedError

@@ -2,16 +2,48 @@
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from pageferry.core.gguf import GgufType
 
 ALIGNMENT = 32
+# Where the scales of types that are not written from numbers lie in a block, as (first byte, last byte + 1).
+_SCALES = {
+    GgufType.Q5_0: (0, 2),
+    GgufType.Q5_1: (0, 4),
+    GgufType.Q2_K: (80, 84),
+    GgufType.Q3_K: (108, 110),
+    GgufType.Q4_K: (0, 4),
+    GgufType.Q5_K: (0, 4),
+    GgufType.Q6_K: (208, 210),
+    GgufType.IQ4_NL: (0, 2),
+    GgufType.IQ4_XS: (0, 2),
+}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A tensor as it is in the file."""
+
+    shape: tuple[int, ...]
+    data: bytes
+
+
+def random_blocks(kind: GgufType, shape: tuple[int, ...], scale: float, seed: int = 0) -> Blocks:
+    """Blocks of any levels, with scales of up to `scale` either way."""
+    random = np.random.default_rng((seed, kind.value))
+    values, num_bytes = kind.block
+    blocks = random.integers(0, 256, (int(np.prod(shape)) // values, num_bytes), dtype=np.uint8)
+    start, end = _SCALES[kind]
+    scales = random.uniform(-scale, scale, (len(blocks), (end - start) // 2)).astype(np.float16)
+    blocks[:, start:end] = scales.view(np.uint8)
+    return Blocks(shape, blocks.tobytes())
 
 
 def write_gguf(
-    metadata: Mapping[str, object], tensors: Mapping[str, tuple[GgufType, np.ndarray]], *, version: int = 3
+    metadata: Mapping[str, object], tensors: Mapping[str, tuple[GgufType, np.ndarray | Blocks]], *, version: int = 3
 ) -> bytes:
     """The file's bytes; whole numbers become INT32, lists get their first item's type, arrays are quantised here."""
     header = struct.pack("<4sIQQ", b"GGUF", version, len(tensors), len(metadata))
@@ -23,7 +55,7 @@ def write_gguf(
         shape = values.shape[::-1]
         header += _string(name) + struct.pack("<I", len(shape)) + struct.pack(f"<{len(shape)}Q", *shape)
         header += struct.pack("<IQ", kind.value, len(data))
-        data += _padded(quantise(values, kind))
+        data += _padded(values.data if isinstance(values, Blocks) else quantise(values, kind))
     return _padded(header) + data
 
 

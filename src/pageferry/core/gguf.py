@@ -27,13 +27,50 @@ class GgufType(IntEnum):
     F16 = 1
     Q4_0 = 2
     Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    IQ4_NL = 20
+    IQ4_XS = 23
     BF16 = 30
 
     @property
     def block(self) -> tuple[int, int]:
         """(values, bytes) of the smallest unit."""
-        return {0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 8: (32, 34), 30: (1, 2)}[self.value]
+        return _BLOCKS[self]
+
+    @property
+    def multiplied_as(self) -> "GgufType | None":
+        """The type with kernels whose blocks hold the same numbers; None where a tensor has to be dequantised."""
+        return _MULTIPLIED_AS.get(self)
+
+
+_BLOCKS = {
+    GgufType.F32: (1, 4),
+    GgufType.F16: (1, 2),
+    GgufType.BF16: (1, 2),
+    GgufType.Q4_0: (32, 18),
+    GgufType.Q4_1: (32, 20),
+    GgufType.Q5_0: (32, 22),
+    GgufType.Q5_1: (32, 24),
+    GgufType.Q8_0: (32, 34),
+    GgufType.IQ4_NL: (32, 18),
+    GgufType.Q2_K: (256, 84),
+    GgufType.Q3_K: (256, 110),
+    GgufType.Q4_K: (256, 144),
+    GgufType.Q5_K: (256, 176),
+    GgufType.Q6_K: (256, 210),
+    GgufType.IQ4_XS: (256, 136),
+}
+_MULTIPLIED_AS = {kind: kind for kind in (GgufType.Q4_0, GgufType.Q4_1, GgufType.Q8_0)} | {
+    GgufType.Q5_0: GgufType.Q8_0,
+    GgufType.IQ4_NL: GgufType.Q8_0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +84,11 @@ class GgufTensor:
 
     @property
     def num_bytes(self) -> int:
-        values, num_bytes = self.type.block
+        return self.type_bytes(self.type)
+
+    def type_bytes(self, kind: GgufType) -> int:
+        """What it would take as another type."""
+        values, num_bytes = kind.block
         return math.prod(self.shape) // values * num_bytes
 
 

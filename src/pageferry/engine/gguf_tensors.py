@@ -1,11 +1,4 @@
-"""Tensors of a GGUF file: dequantised, under Hugging Face names and in its order of rows.
-
-Block formats: github.com/ggml-org/ggml, src/ggml-common.h and ggml-quants.c. A block of 32 values is
-Q4_0: fp16 d, 16 bytes q;         value = (q - 8) d
-Q4_1: fp16 d, fp16 m, 16 bytes q; value = q d + m
-Q8_0: fp16 d, 32 int8 q;          value = q d
-where byte i of a 4-bit block holds value i in its low half and value i + 16 in its high half.
-"""
+"""Tensors of a GGUF file: dequantised, under Hugging Face names and in its order of rows."""
 
 import re
 from contextlib import suppress
@@ -20,6 +13,7 @@ from torch import Tensor
 from pageferry.core.gguf import GgufTensor, GgufType
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import map_gguf
+from pageferry.engine.gguf_blocks import as_multiplied, dequantise
 from pageferry.engine.tensors import FINGERPRINT_BYTES
 
 Rows = TypeVar("Rows", Tensor, NDArray[np.uint8])
@@ -53,26 +47,30 @@ class GgufTensors:
         self._tensors = {_hf_name(name): tensor for name, tensor in file.tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def load(self, name: str) -> Tensor:
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         tensor = self._tensors[name]
-        return self._ordered(name, dequantise(self._bytes(tensor), tensor.type).view(tensor.shape))
+        values = dequantise(self._bytes(tensor), tensor.type, dtype or torch.float32)
+        return self._ordered(name, values.view(tensor.shape))
 
-    def type_of(self, name: str) -> GgufType:
-        return self._tensors[name].type
+    def multiplied_as(self, name: str) -> GgufType | None:
+        """The type of `load_blocks`; None where the tensor has to be dequantised."""
+        return self._tensors[name].type.multiplied_as
 
-    def num_bytes(self, name: str) -> int:
-        """As stored."""
-        return self._tensors[name].num_bytes
+    def multiplied_bytes(self, name: str) -> int:
+        """What it takes as that, or as stored."""
+        tensor = self._tensors[name]
+        return tensor.type_bytes(tensor.type.multiplied_as or tensor.type)
 
     def load_blocks(self, name: str) -> NDArray[np.uint8]:
-        """A matrix as stored, in rows of blocks: [rows, blocks of a row, bytes of a block].
+        """A matrix as the kernels multiply it, in rows of blocks: [rows, blocks of a row, bytes of a block].
 
         It may be the file itself: copy what is to be kept.
         """
         tensor = self._tensors[name]
         values, num_bytes = tensor.type.block
         rows, columns = tensor.shape
-        return self._ordered(name, self._bytes(tensor).reshape(rows, columns // values, num_bytes))
+        blocks = self._bytes(tensor).reshape(rows, columns // values, num_bytes)
+        return self._ordered(name, as_multiplied(blocks, tensor.type))
 
     def _ordered(self, name: str, rows: Rows) -> Rows:
         # llama.cpp's converter reorders the query and key rows of this architecture for its own rotary form.
@@ -93,25 +91,6 @@ class GgufTensors:
     def _bytes(self, tensor: GgufTensor) -> NDArray[np.uint8]:
         """In the file."""
         return np.frombuffer(self._buffer, np.uint8, tensor.num_bytes, tensor.offset)
-
-
-def dequantise(data: NDArray[np.uint8], kind: GgufType) -> Tensor:
-    """Fp32 values, flat, of whole blocks."""
-    if kind is GgufType.F32:
-        return torch.from_numpy(data.view(np.float32).copy())
-    if kind is GgufType.F16:
-        return torch.from_numpy(data.view(np.float16).astype(np.float32))
-    if kind is GgufType.BF16:
-        return torch.from_numpy((data.view(np.uint16).astype(np.uint32) << 16).view(np.float32))
-    blocks = torch.from_numpy(data.reshape(-1, kind.block[1]).copy())
-    scales = blocks[:, :2].contiguous().view(torch.float16).float()
-    if kind is GgufType.Q8_0:
-        return blocks[:, 2:].contiguous().view(torch.int8).float().mul_(scales).view(-1)
-    packed = blocks[:, 4 if kind is GgufType.Q4_1 else 2 :]
-    values = torch.cat((packed & 15, packed >> 4), dim=1).float()
-    if kind is GgufType.Q4_1:
-        return values.mul_(scales).add_(blocks[:, 2:4].contiguous().view(torch.float16).float()).view(-1)
-    return values.sub_(8).mul_(scales).view(-1)
 
 
 def _unpermute(rows: Rows, num_heads: int) -> Rows:

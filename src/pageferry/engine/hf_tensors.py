@@ -27,13 +27,13 @@ class HfTensors:
             self._stack.close()
             raise
 
-    def load(self, name: str) -> Tensor:
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         file, path = self._files[name]
         try:
             tensor: Tensor = file.get_tensor(name)
         except SafetensorError as error:
             raise _damaged(path, str(error)) from None
-        return tensor
+        return tensor if dtype is None else tensor.to(dtype)
 
     def first_bytes(self, name: str) -> bytes:
         flat = self.load(name).reshape(-1)

@@ -14,7 +14,7 @@ from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_shapes import EMBEDDING, HEAD, NORM
 from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.weights import LayerWeights, bias_of, load_layers
-from pageferry.kernels.quantised_linear import QUANTISED_TYPES, PackedMatrix, pack
+from pageferry.kernels.quantised_linear import PackedMatrix, pack
 
 QuantisedLayer = LayerWeights[tuple[PackedMatrix, ...]]  # each the matrices whose results lie side by side
 
@@ -28,13 +28,13 @@ class QuantisedWeights:
 
 
 def is_quantised(tensors: GgufTensors) -> bool:
-    """Whether every matrix is in groups that the kernels multiply."""
-    return all(tensors.type_of(name) in QUANTISED_TYPES for name, shape in tensors.shapes.items() if len(shape) == 2)
+    """Whether every matrix is in groups that the kernels multiply, or can be put into such without loss."""
+    return all(tensors.multiplied_as(name) for name, shape in tensors.shapes.items() if len(shape) == 2)
 
 
 def quantised_bytes(tensors: GgufTensors) -> int:
     """What the weights take once packed, give or take Q4_0's added minimum."""
-    return sum(tensors.num_bytes(name) for name in tensors.shapes)
+    return sum(tensors.multiplied_bytes(name) for name in tensors.shapes)
 
 
 def load_quantised_weights(
@@ -56,7 +56,8 @@ def load_quantised_weights(
 
 def merged_blocks(tensors: GgufTensors, *names: str) -> Iterator[tuple[NDArray[np.uint8], GgufType, Tensor | None]]:
     """One matrix, as blocks, of all neighbours that have the same type; its type and its bias."""
-    for kind, run in groupby(names, key=tensors.type_of):
+    for kind, run in groupby(names, key=tensors.multiplied_as):
+        assert kind is not None
         members = list(run)
         yield np.concatenate([tensors.load_blocks(name) for name in members]), kind, _bias(tensors, members)
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 # How much of each tensor's stored bytes tells two checkpoints of one shape apart.
@@ -15,8 +16,8 @@ class TensorFiles(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
-    def load(self, name: str) -> Tensor:
-        """The tensor's values in fp32 or as stored (fp16, bf16); a copy."""
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor's values in `dtype`, else in fp32 or as stored (fp16, bf16); a copy."""
         ...
 
     def first_bytes(self, name: str) -> bytes:

@@ -60,8 +60,8 @@ def load_weights(
     check_shapes(expected_shapes(config), tensors.shapes)
     loader = _Loader(tensors, dtype, linear, device)
     layers = load_layers(config, loader.norm, loader.projection, progress)
-    embedding = tensors.load(EMBEDDING).to(device, dtype)
-    head = embedding if config.tied_embeddings else tensors.load(HEAD).to(device, dtype)
+    embedding = tensors.load(EMBEDDING, dtype).to(device)
+    head = embedding if config.tied_embeddings else tensors.load(HEAD, dtype).to(device)
     return Weights(embedding, layers, loader.norm(NORM), linear(head, None))
 
 
@@ -73,10 +73,10 @@ class _Loader:
     device: torch.device | None
 
     def projection(self, *names: str) -> Projection:
-        weights = [self.tensors.load(name) for name in names]
-        biases = [self.tensors.load(name) for name in map(bias_of, names) if name in self.tensors.shapes]
-        bias = torch.cat(biases).to(self.device, self.dtype) if biases else None
-        return self.repacked(torch.cat(weights).to(self.device, self.dtype), bias)
+        weights = [self.tensors.load(name, self.dtype) for name in names]
+        biases = [self.tensors.load(name, self.dtype) for name in map(bias_of, names) if name in self.tensors.shapes]
+        bias = torch.cat(biases).to(self.device) if biases else None
+        return self.repacked(torch.cat(weights).to(self.device), bias)
 
     def norm(self, name: str) -> Tensor:
         return self.tensors.load(name).to(self.device, torch.float32)
