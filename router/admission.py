@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pageferry.core.config import RouterConfig
 from pageferry.core.errors import (
@@ -24,6 +24,7 @@ from pageferry.v1.types_pb2 import StopConditions
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 4096
+MAX_CHOICES = 16
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_MODEL_CHARACTERS = 128  # of a name that is not known, in the message that says so
 # Texts above this are tokenised on another thread, so that the event loop's streams don't wait.
@@ -55,6 +56,14 @@ class Admitted:
     cache_salt: str
     num_pages: int  # of a pool that keeps all its tokens, once it has all that it asks for
     tokenize_s: float
+    n: int = 1  # answers that are sent
+    num_choices: int = 1  # answers that are generated
+    wants_logprobs: bool = False
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether answers are compared, and the likeliest sent once all are complete."""
+        return self.num_choices > self.n
 
 
 class Admission:
@@ -87,6 +96,7 @@ class Admission:
         if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
             length = f"{len(request.request_id)} characters"
             raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
+        n, num_choices = _num_choices(request)
         sampling = sampling_from_proto(request.sampling, {"seed": secrets.randbits(64), **self._defaults})
         self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
         _check_stop_strings(request.stop_strings)
@@ -95,19 +105,22 @@ class Admission:
         prompt_ids = await self._prompt_ids(request)
         tokenize_s = self._clock() - began
         request_id = request.request_id or secrets.token_hex(8)
-        stop = self._stop(request.stop, len(prompt_ids), tenant.max_pages)
+        stop = self._stop(request.stop, len(prompt_ids), tenant.max_pages, num_choices)
         return Admitted(
             request_id=request_id,
             work_id=request_id if tenant is ANYBODY else f"{tenant.name}/{request_id}",
             prompt_ids=prompt_ids,
-            sampling=sampling,
+            sampling=replace(sampling, num_logprobs=sampling.num_logprobs or 0) if num_choices > n else sampling,
             stop=stop,
             stop_strings=tuple(request.stop_strings),
             skip_special=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=request.priority,
             cache_salt=cache_salt,
-            num_pages=-(-(len(prompt_ids) + stop.max_tokens - 1) // self._limits().page_size),
+            num_pages=_num_pages(len(prompt_ids), stop.max_tokens, num_choices, self._limits().page_size),
             tokenize_s=tokenize_s,
+            n=n,
+            num_choices=num_choices,
+            wants_logprobs=sampling.num_logprobs is not None,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
@@ -176,14 +189,15 @@ class Admission:
             wrong = next(id_ for id_ in ids if not 0 <= id_ < self._vocab_size)
             raise invalid(field, wrong, f"must be token ids from 0 to {self._vocab_size - 1}")
 
-    def _stop(self, stop: StopConditions, num_prompt: int, max_pages: int) -> StopParams:
-        most = self._most_tokens(num_prompt, stop.max_tokens if stop.HasField("max_tokens") else None, max_pages)
+    def _stop(self, stop: StopConditions, num_prompt: int, max_pages: int, num_choices: int) -> StopParams:
+        max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
+        most = self._most_tokens(num_prompt, max_tokens, max_pages, num_choices)
         stop_token_ids = frozenset(stop.stop_token_ids)
         if not stop.ignore_eos:
             stop_token_ids |= frozenset(self._tokenizer.eos_ids)
         return StopParams(most, stop.min_tokens, stop_token_ids)
 
-    def _most_tokens(self, num_prompt: int, max_tokens: int | None, max_pages: int) -> int:
+    def _most_tokens(self, num_prompt: int, max_tokens: int | None, max_pages: int, num_choices: int) -> int:
         """`max_tokens`, or where it is absent what fits; raises InvalidArgumentError where it can never fit."""
         limits = self._limits()
         wanted = max_tokens or 1
@@ -201,9 +215,12 @@ class Admission:
         if is_decoded and decode_tokens is not None and stored > decode_tokens:
             limit = f"the largest decode worker's pages hold {decode_tokens} of prompt and answer together"
             raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_POOL")
-        tenant_tokens = max_pages * limits.page_size or None
+        shared_pages = num_prompt // limits.page_size
+        tenant_pages = (max_pages + (num_choices - 1) * shared_pages) // num_choices  # of each answer
+        tenant_tokens = tenant_pages * limits.page_size if max_pages else None
         if tenant_tokens is not None and stored > tenant_tokens:
-            limit = f"the tenant's max_pages, {max_pages}, hold {tenant_tokens} of prompt and answer together"
+            each = f" in each of {num_choices} answers" if num_choices > 1 else ""
+            limit = f"the tenant's max_pages, {max_pages}, hold {tenant_tokens} of prompt and answer together{each}"
             raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_TENANT_PAGES")
         if max_tokens is not None:
             return max_tokens
@@ -228,6 +245,23 @@ def _check_stop_strings(stop_strings: Sequence[str]) -> None:
         if len(text) > MAX_STOP_CHARACTERS:
             length = f"{len(text)} characters"
             raise invalid(f"stop_strings[{index}]", length, f"must have at most {MAX_STOP_CHARACTERS}")
+
+
+def _num_choices(request: GenerateRequest) -> tuple[int, int]:
+    """How many answers are sent, and how many generated."""
+    n = request.n or 1
+    for name, number in (("n", n), ("best_of", request.best_of)):
+        if number > MAX_CHOICES:
+            raise invalid(name, number, f"must be at most {MAX_CHOICES}")
+    if request.best_of and n > request.best_of:
+        raise invalid("n", n, f"must be at most best_of, {request.best_of}")
+    return n, request.best_of or n
+
+
+def _num_pages(num_prompt: int, max_tokens: int, num_choices: int, page_size: int) -> int:
+    """Of a pool that keeps all tokens: the prompt's full pages once, all others for each answer."""
+    shared = num_prompt // page_size
+    return shared + num_choices * (-(-(num_prompt + max_tokens - 1) // page_size) - shared)
 
 
 def _check_priority(priority: int, tenant: Tenant) -> None:

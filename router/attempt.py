@@ -101,6 +101,16 @@ class Attempt:
             await self._calls.close()
             self._grant.release()
 
+    @property
+    def has_decoded(self) -> bool:
+        """Whether the decode worker has drawn a token of its own: the prompt's pages can be found there by then."""
+        return self._num_decoded > (self._source is Source.PUSHED)
+
+    @property
+    def decode_address(self) -> str:
+        """Of the decode worker; empty without one."""
+        return self._workers[Role.DECODE].address if Role.DECODE in self._workers else ""
+
     def end(self, error: PageferryError) -> None:
         """Make `tokens` raise the error instead of the next message."""
         self._calls.interrupt(error)

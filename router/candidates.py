@@ -16,6 +16,7 @@ class Demand:
     num_left: int  # most tokens still to generate
     local_only: bool = False  # no prefill worker can help any more
     priority: int = 0  # lower goes first
+    near: str = ""  # address of the decode worker that holds the prompt for another answer to the request
 
     @property
     def num_stored(self) -> int:

@@ -45,8 +45,8 @@ class Dispatcher:
         """As `enqueue` about a full queue, before any work is done."""
         self._queue.check_room()
 
-    def enqueue(self, ask: Ask) -> None:
-        """The caller owes `abandon`.
+    def enqueue(self, ask: Ask, *, is_let_in: bool = False) -> None:
+        """The caller owes `abandon`. What `is_let_in` is part of a request that a full queue and a deadline allowed.
 
         Raises UnavailableError where no worker could ever take it, ResourceExhaustedError where the queue is full or
         its first token can't be expected before its deadline.
@@ -57,8 +57,9 @@ class Dispatcher:
         ready = [worker for role in Role for worker in self._fleet.ready(role)]
         uncached = ask.demand.num_tokens - max(map(ask.cached_tokens, ready), default=0)
         ask.rank = uncached + self._ageing * self._clock()  # all gain at one rate: an order never changes
-        self._check_deadline(ask)
-        self._queue.add(ask)
+        if not is_let_in:
+            self._check_deadline(ask)
+        self._queue.add(ask, is_let_in=is_let_in)
         self._begin(ask)
 
     def put_back(self, ask: Ask) -> None:

@@ -19,13 +19,14 @@ from pageferry.core.errors import (
 )
 from pageferry.core.model_config import ModelConfig
 from pageferry.router.admission import Admission, Admitted
+from pageferry.router.choices import Choices
 from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import why_left
 from pageferry.router.fleet import Fleet
 from pageferry.router.live import LiveRequests
 from pageferry.router.policy import Settings
 from pageferry.router.recovery import Retries
-from pageferry.router.request import Generation, Serving
+from pageferry.router.request import Serving
 from pageferry.router.request_span import (
     Timeline,
     attributes_at_start,
@@ -38,7 +39,6 @@ from pageferry.router.states import limits_of
 from pageferry.router.tenant import Caller, Callers
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.trace_store import REQUEST_SPAN, TraceStore
-from pageferry.text.detokenize import TextStream
 from pageferry.text.tokenizer import Tokenizer
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FinishReason, Usage
@@ -150,24 +150,21 @@ class Frontend:
         self, request: pb.GenerateRequest, caller: Caller, deadline: float | None, timeline: Timeline, span: Span
     ) -> Events:
         admitted = await self._admit(request, caller, timeline, span)
-        text = TextStream(
-            self._tokenizer.pieces,
-            admitted.stop_strings,
-            skip_special=admitted.skip_special,
-            min_tokens=admitted.stop.min_tokens,
-        )
         account = caller.account
         with account.live(len(admitted.prompt_ids), admitted.num_pages):
-            generation = Generation(self._serving, admitted, text, timeline, set_span_in_context(span))
+            answers = Choices(self._serving, admitted, self._tokenizer.pieces, timeline, set_span_in_context(span))
             started = started_of(admitted, self._model.name, span)
-            with self._live.hold(admitted.work_id, generation):
+            num_spent = 0
+            with self._live.hold(admitted.work_id, answers):
                 try:
-                    async with aclosing(generation.events(started, deadline)) as events:
+                    async with aclosing(answers.events(started, deadline)) as events:
                         async for event in events:
+                            num_spent += len(event.delta.tokens)
                             account.spend(len(event.delta.tokens))
                             yield event
                 finally:
-                    self._count(span, generation.usage)
+                    account.spend(answers.usage.completion_tokens - num_spent)  # of answers that were not sent
+                    self._count(span, answers.usage)
 
     async def _admit(self, request: pb.GenerateRequest, caller: Caller, timeline: Timeline, span: Span) -> Admitted:
         """All that may refuse a request, what costs least first."""
@@ -233,7 +230,7 @@ class Frontend:
         return pb.GetStatusResponse(
             workers=[worker.status() for worker in self._fleet.workers],
             queued=self._dispatcher.num_queued,
-            running=self.num_live - self._dispatcher.num_queued,
+            running=self._live.num_answers - self._dispatcher.num_queued,
         )
 
     def get_trace(self, request: pb.GetTraceRequest, authorization: Sequence[str] = ()) -> pb.GetTraceResponse:

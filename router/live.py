@@ -3,10 +3,19 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
-from pageferry.core.errors import UnavailableError
-from pageferry.router.request import Generation
+from pageferry.core.errors import PageferryError, UnavailableError
 from pageferry.runtime.logs import log
+
+
+class Live(Protocol):
+    """A request whose answers are on their way."""
+
+    @property
+    def num_live(self) -> int: ...
+
+    def end(self, error: PageferryError) -> None: ...
 
 
 class LiveRequests:
@@ -15,17 +24,19 @@ class LiveRequests:
     def __init__(self) -> None:
         self.draining = False
         self._num_coming = 0
-        self._generations: dict[str, Generation] = {}
+        self._requests: dict[str, Live] = {}
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
-        return self._num_coming + len(self._generations)
+        return self._num_coming + len(self._requests)
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to them that wait for workers or run, and requests that are looked at."""
+        return self._num_coming + sum(request.num_live for request in self._requests.values())
 
     def __contains__(self, work_id: str) -> bool:
-        return work_id in self._generations
-
-    def get(self, work_id: str) -> Generation | None:
-        return self._generations.get(work_id)
+        return work_id in self._requests
 
     @contextmanager
     def coming(self) -> Iterator[None]:
@@ -40,13 +51,13 @@ class LiveRequests:
             self._changed.set()
 
     @contextmanager
-    def hold(self, work_id: str, generation: Generation) -> Iterator[None]:
+    def hold(self, work_id: str, request: Live) -> Iterator[None]:
         """A request is live inside the block."""
-        self._generations[work_id] = generation
+        self._requests[work_id] = request
         try:
             yield
         finally:
-            del self._generations[work_id]
+            del self._requests[work_id]
             self._changed.set()
 
     async def drain(self, grace_s: float) -> int:
@@ -63,9 +74,9 @@ class LiveRequests:
             return 0
         except TimeoutError:
             pass
-        overdue = list(self._generations.values())
+        overdue = list(self._requests.values())
         error = UnavailableError(f"the router drains, and its grace of {grace_s:g} s is over", reason="DRAINED")
-        for generation in overdue:
-            generation.end(error)
+        for request in overdue:
+            request.end(error)
         log("requests_ended_by_drain", requests=len(overdue))
         return len(overdue)

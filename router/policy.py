@@ -1,10 +1,10 @@
 """Which workers a request goes to: pure functions over what is known of the workers at one moment.
 
 A decode worker is chosen first, by the share of its free pages and of its slots that the request would take; where it
-has several pools of pages, the pool counts of which it would take the greatest share. Among the
-prefill workers that can fill its pages the one with the lowest predicted time to first token is taken. The decode
-worker computes the prompt itself where that is short, or where nobody else can, or where it is predicted to be faster
-by more than all its streams would lose.
+has several pools of pages, the pool counts of which it would take the greatest share. Further answers to a request go
+to the decode worker that has its prompt, while that has room. Among the prefill workers that can fill its pages the
+one with the lowest predicted time to first token is taken. The decode worker computes the prompt itself where that is
+short, or where nobody else can, or where it is predicted to be faster by more than all its streams would lose.
 """
 
 from collections.abc import Iterable, Sequence
@@ -69,6 +69,7 @@ def _by_load(demand: Demand, decodes: Sequence[DecodeState], settings: Settings)
         able,
         key=lambda decode: (
             not rooms[decode.address],
+            decode.address != demand.near,
             decode.load_score(demand, settings.headroom_pages),
             decode.num_active,
             -min(decode.available_pages),

@@ -50,9 +50,10 @@ class RequestQueue(Generic[_Item]):
             retry_after_ms=retry_ms(None if gap_s is None else gap_s * num_waiting / 2),
         )
 
-    def add(self, item: _Item) -> None:
-        """Raises as `check_room` does."""
-        self.check_room()
+    def add(self, item: _Item, *, is_let_in: bool = False) -> None:
+        """Raises as `check_room` does, but for what belongs to a request that has been let in."""
+        if not is_let_in:
+            self.check_room()
         self._num_arrivals += 1
         item.arrival = self._num_arrivals
         self.put_back(item)

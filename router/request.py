@@ -1,8 +1,9 @@
-"""The life of one admitted request: queue, workers, retries, text; one stream of events with exactly one end."""
+"""The life of one answer to an admitted request: queue, workers, retries, text."""
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -26,9 +27,7 @@ from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.telemetry import record_span
 from pageferry.text.detokenize import TextStream
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Usage
-
-Events = AsyncGenerator[pb.GenerateResponse, None]
+from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +44,28 @@ class Serving:
 
 
 class Generation:
-    """Use `events` once, and close it: that ends everything that was begun for the request."""
+    """One answer. Use `deltas` once, inside `asked`, and close it: that ends everything that was begun for it."""
 
     def __init__(
-        self, serving: Serving, admitted: Admitted, text: TextStream, timeline: Timeline, context: Context
+        self,
+        serving: Serving,
+        admitted: Admitted,
+        text: TextStream,
+        timeline: Timeline,
+        context: Context,
+        choice: int = 0,
     ) -> None:
-        """`context` holds the request's own span."""
+        """`context` holds the span that its own are children of."""
         self.finish: FinishReason = FINISH_REASON_UNSPECIFIED
+        self.choice = choice
+        self.timeline = timeline
+        self.stored = asyncio.Event()  # a decode worker holds the prompt's pages, or nothing more comes of this
+        self.decode = ""  # that worker's address
+        self.is_live = False
         self._serving = serving
         self._clock = serving.clock
         self._admitted = admitted
         self._text = text
-        self._timeline = timeline
         self._span = get_current_span(context)
         self._context = context
         self._wall_offset_ns = time.time_ns() - round(serving.clock() * 1e9)
@@ -65,43 +74,58 @@ class Generation:
         self._recovery = Recovery(serving.fleet, serving.metrics, serving.retries, admitted.request_id, self._span)
         self._error: PageferryError | None = None  # that was given to `end`
         self._ask: Ask | None = None
+        self._near = ""
         self._current: Attempt | None = None
 
     @property
-    def usage(self) -> Usage:
-        return Usage(
-            prompt_tokens=len(self._admitted.prompt_ids),
-            completion_tokens=self._text.num_tokens,
-            cached_tokens=min(self._timeline.cached_tokens, len(self._admitted.prompt_ids)),
-        )
+    def num_tokens(self) -> int:
+        """Generated so far, as far as they belong to the text."""
+        return self._text.num_tokens
 
-    async def events(self, started: pb.Started, deadline: float | None) -> Events:
-        """`started`, then deltas, then Finished; or it raises the PageferryError that ends the request."""
-        admitted = self._admitted
-        ask = Ask(
+    @property
+    def matched_stop(self) -> str:
+        """The stop string that ended it, if one did."""
+        return self._text.matched_stop or ""
+
+    @contextmanager
+    def asked(self, deadline: float | None, near: str = "") -> Iterator[None]:
+        """It waits for workers, or runs, inside the block. Raises what the dispatcher's `enqueue` does.
+
+        `near` is the address of a decode worker that is to be preferred, and that an answer to the same request has
+        been let in for: then the queue may be full.
+        """
+        admitted, dispatcher = self._admitted, self._serving.dispatcher
+        self._near = near
+        ask = self._ask = Ask(
             list(admitted.prompt_ids),
             self._demand(),
             priority=admitted.priority,
             deadline=deadline,
             cache_salt=admitted.cache_salt,
         )
-        dispatcher = self._serving.dispatcher
-        dispatcher.enqueue(ask)
-        self._ask = ask
+        dispatcher.enqueue(ask, is_let_in=self.choice > 0)
+        self.is_live = True
         try:
-            yield pb.GenerateResponse(started=started)
-            async with aclosing(self._tokens(ask)) as batches:
+            yield
+        finally:
+            self.is_live = False
+            dispatcher.abandon(ask)
+
+    async def deltas(self) -> AsyncGenerator[pb.Delta, None]:
+        """All of the answer; then `finish` is set. Or it raises the PageferryError that ends it."""
+        assert self._ask is not None, "to be used inside `asked`"
+        try:
+            async with aclosing(self._tokens(self._ask)) as batches:
                 async for batch in batches:
-                    yield pb.GenerateResponse(delta=self._delta(batch))
+                    yield self._delta(batch)
                     if self._text.matched_stop is not None:
                         self.finish = FINISH_REASON_STOP
                         break
         finally:
-            dispatcher.abandon(ask)
+            self.stored.set()
         tail = self._text.finish()
         if tail:
-            yield pb.GenerateResponse(delta=pb.Delta(text=tail))
-        yield pb.GenerateResponse(finished=self._finished())
+            yield pb.Delta(text=tail, choice=self.choice)
 
     def end(self, error: PageferryError) -> None:
         """Make `events` raise the error at the next chance."""
@@ -114,21 +138,12 @@ class Generation:
     def _demand(self) -> Demand:
         num_left = self._admitted.stop.max_tokens - len(self._output_ids)
         num_tokens = len(self._admitted.prompt_ids) + len(self._output_ids)
-        return Demand(num_tokens, num_left, self._recovery.local_only, self._admitted.priority)
+        return Demand(num_tokens, num_left, self._recovery.local_only, self._admitted.priority, self._near)
 
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens
         text = self._text.push(token.token_id for token in batch)
-        return pb.Delta(text=text, tokens=batch[: self._text.num_tokens - before])
-
-    def _finished(self) -> pb.Finished:
-        return pb.Finished(
-            reason=self.finish,
-            matched_stop=self._text.matched_stop or "",
-            usage=self.usage,
-            timings=self._timeline.timings(self._clock()),
-            pages=self._timeline.pages,
-        )
+        return pb.Delta(text=text, tokens=batch[: self._text.num_tokens - before], choice=self.choice)
 
     async def _tokens(self, ask: Ask) -> AsyncGenerator[Tokens, None]:
         """New tokens in order, each once, over as many tries as it takes and is allowed."""
@@ -139,6 +154,9 @@ class Generation:
             try:
                 async with aclosing(attempt.tokens()) as batches:
                     async for batch in batches:
+                        if attempt.has_decoded and not self.stored.is_set():
+                            self.decode = attempt.decode_address
+                            self.stored.set()
                         fresh = self._fresh(batch)
                         if fresh:
                             yield fresh
@@ -181,8 +199,8 @@ class Generation:
             raise self._recovery.with_cause(error) from error
         finally:
             self._record("queue", enqueued, grant.began if grant is not None else self._clock(), {})
-        if self._timeline.first_token is None:
-            self._timeline.parts.queue_ms += (grant.ended - enqueued) * 1000
+        if self.timeline.first_token is None:
+            self.timeline.parts.queue_ms += (grant.ended - enqueued) * 1000
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
         self._record("route", grant.began, grant.ended, attributes)
         return grant
@@ -198,10 +216,10 @@ class Generation:
         return Attempt(
             grant,
             work_to_proto(self._work()),
-            self._timeline,
+            self.timeline,
             clock=self._clock,
             timeout_s=timeout_s,
-            max_unread_tokens=self._serving.max_unread_tokens,
+            max_unread_tokens=max(1, self._serving.max_unread_tokens // self._admitted.num_choices),
             in_context=self._in_context,
         )
 
@@ -209,13 +227,15 @@ class Generation:
         """What is left to do, as a worker takes it."""
         admitted = self._admitted
         # A worker may still be ending the try before, under the id that it had.
-        suffix = f".{self._num_tries}" if self._num_tries > 1 else ""
+        retry = f".{self._num_tries}" if self._num_tries > 1 else ""
+        choice = f"/{self.choice}" if self.choice else ""
         return WorkItem(
-            request_id=admitted.work_id + suffix,
+            request_id=admitted.work_id + choice + retry,
             prompt_ids=admitted.prompt_ids,
             output_ids=tuple(self._output_ids),
             sampling=admitted.sampling,
             stop=admitted.stop,
+            choice=self.choice,
             priority=admitted.priority,
             cache_salt=admitted.cache_salt,
         )
@@ -232,9 +252,9 @@ class Generation:
                 raise InternalError(message, reason="POSITION_GAP")
         if fresh:
             self._output_ids += [token.token_id for token in fresh]
-            gap_s = self._timeline.note_tokens(self._clock(), len(fresh))
-            if gap_s is None:
-                self._serving.metrics.ttft_s.observe(self._timeline.ttft_s)
-            else:
+            gap_s = self.timeline.note_tokens(self._clock(), len(fresh))
+            if gap_s is not None:
                 self._serving.metrics.itl_s.observe(gap_s)
+            elif self.choice == 0:
+                self._serving.metrics.ttft_s.observe(self.timeline.ttft_s)
         return fresh

@@ -18,6 +18,7 @@ from pageferry.core.errors import (
     ResourceExhaustedError,
 )
 from pageferry.core.model_files import resolve_model, sampling_defaults
+from pageferry.core.tenants import Tenant
 from pageferry.router.admission import Admission, Limits
 from pageferry.text.tokenizer import Tokenizer, load_tokenizer
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
@@ -104,6 +105,9 @@ def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
         (ask(sampling=types.SamplingParams(repetition_penalty=float("inf"))), InvalidArgumentError, "repetition_pen"),
         (ask(sampling=types.SamplingParams(frequency_penalty=3)), InvalidArgumentError, "frequency_penalty is 3"),
         (ask(sampling=types.SamplingParams(logprobs=21)), InvalidArgumentError, "logprobs is 21, .* 0 to 20"),
+        (ask(n=17), InvalidArgumentError, "n is 17, must be at most 16"),
+        (ask(best_of=17), InvalidArgumentError, "best_of is 17, must be at most 16"),
+        (ask(n=3, best_of=2), InvalidArgumentError, "n is 3, must be at most best_of, 2"),
     ],
 )
 async def test_bad_fields(
@@ -286,3 +290,28 @@ async def test_limits_come_from_the_workers(tiny_model: Path) -> None:
         model = router.frontend.list_models().models[0]
         assert (model.name, model.max_model_tokens, model.vocab_size, model.ready) == ("tiny", 3000, 320, True)
         assert router.value("pageferry_requests_total", outcome="invalid_argument") == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "n", "num_choices", "logprobs"),
+    [({}, 1, 1, None), ({"n": 3}, 3, 3, None), ({"n": 2, "best_of": 2}, 2, 2, None), ({"best_of": 4}, 1, 4, 0)],
+)
+async def test_log_probabilities_are_computed_where_answers_are_compared(
+    admission: Make, fields: dict[str, int], n: int, num_choices: int, logprobs: int | None
+) -> None:
+    admitted = await admission().admit(ask(**fields))
+    assert (admitted.n, admitted.num_choices, admitted.sampling.num_logprobs) == (n, num_choices, logprobs)
+    assert admitted.is_ranked == (logprobs == 0)
+    assert not admitted.wants_logprobs
+
+
+async def test_answers_share_the_full_pages_of_the_prompt_and_a_tenants_pages_hold_all(admission: Make) -> None:
+    tenant = Tenant("small", max_pages=12)
+    admitted = await admission().admit(ask(40, n=4), tenant)  # two pages shared leave two and a half for each answer
+    assert admitted.stop.max_tokens == 4 * 16 + 1 - 40
+    assert admitted.num_pages == 2 + 4 * 2 <= 12
+    assert (await admission().admit(ask(40, max_tokens=25, n=4), tenant)).num_pages == 10
+    with pytest.raises(InvalidArgumentError, match=r"max_pages, 12, hold 64 .* in each of 4 answers") as caught:
+        await admission().admit(ask(40, max_tokens=26, n=4), tenant)
+    assert caught.value.reason == "EXCEEDS_TENANT_PAGES"
+    assert (await admission().admit(ask(40, max_tokens=26, n=1), tenant)).num_pages == 5

@@ -53,6 +53,13 @@ def test_decode_goes_where_pages_and_slots_are() -> None:
     assert choose(PROMPT, [P], [replace(D, num_active=8)], SETTINGS) is None
 
 
+def test_a_further_answer_goes_where_the_prompt_is_while_there_is_room() -> None:
+    further = replace(PROMPT, near="d2")
+    loaded = replace(D, address="d2", num_active=7)
+    assert places(choose(further, [P], [D, loaded], SETTINGS)) == ("p1", "d2")
+    assert places(choose(further, [P], [D, replace(loaded, num_active=8)], SETTINGS)) == ("p1", "d1")
+
+
 WINDOWED = replace(
     LAYOUT,
     format=PageFormat.parse("int8:channel"),

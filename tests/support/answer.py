@@ -7,14 +7,26 @@ from pageferry.v1.types_pb2 import FinishReason, Usage
 
 
 @dataclass
+class Choice:
+    """One of several answers."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    reason: str = ""
+    matched_stop: str = ""
+    score: float | None = None
+
+
+@dataclass
 class Answer:
-    """What one Generate stream gave."""
+    """What one Generate stream gave: the first answer, and all of them as `choices`."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
     started: pb.Started | None = None
     finished: pb.Finished | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)
 
     def take(self, response: pb.GenerateResponse) -> None:
         assert self.finished is None, "an event after the terminal one"
@@ -23,10 +35,23 @@ class Answer:
                 assert self.started is None
                 self.started = response.started
             case "delta":
+                choice = self.choices.setdefault(response.delta.choice, Choice())
+                assert not choice.reason, f"more of choice {response.delta.choice} after its end"
+                positions = [token.position for token in response.delta.tokens]
+                assert positions == list(range(len(choice.token_ids), len(choice.token_ids) + len(positions)))
+                choice.text += response.delta.text
+                choice.token_ids += [token.token_id for token in response.delta.tokens]
+                if response.delta.choice:
+                    return
                 self.text += response.delta.text
                 self.token_ids += [token.token_id for token in response.delta.tokens]
                 self.positions += [token.position for token in response.delta.tokens]
                 assert self.positions == list(range(len(self.positions))), f"positions {self.positions}"
+            case "choice_finished":
+                end = response.choice_finished
+                choice = self.choices[end.choice]
+                choice.reason, choice.matched_stop = reason_name(end.reason), end.matched_stop
+                choice.score = end.score if end.HasField("score") else None
             case "finished":
                 self.finished = response.finished
 
@@ -38,4 +63,8 @@ class Answer:
     @property
     def reason(self) -> str:
         assert self.finished is not None
-        return FinishReason.Name(self.finished.reason).removeprefix("FINISH_REASON_").lower()
+        return reason_name(self.finished.reason)
+
+
+def reason_name(reason: FinishReason) -> str:
+    return FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

@@ -7,7 +7,7 @@ to go wrong is an attribute: a gate to wait at, or an error to raise.
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -46,9 +46,26 @@ PAGE_BYTES = 1000  # as the fakes report it
 
 @dataclass
 class Script:
-    """What the model would say, whatever the prompt: the token at each position of the output."""
+    """What the model would say, whatever the prompt: the token at each position of the output.
+
+    `others` is what it would say as other choices than the first, which else say the same.
+    """
 
     token_ids: Sequence[int]
+    others: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    logprobs: Mapping[int, float] = field(default_factory=dict)  # of each token of a choice, where asked for
+
+    def of(self, work: types.WorkItem) -> "Script":
+        """What it says to that."""
+        return replace(self, token_ids=self.others[work.choice]) if work.choice in self.others else self
+
+    def tell(self, position: int, work: types.WorkItem) -> types.GeneratedToken:
+        """The token, with its log-probability where that was asked for."""
+        token = self.token(position)
+        if work.sampling.HasField("logprobs") and work.choice in self.logprobs:
+            token.logprobs.sampled.token_id = token.token_id
+            token.logprobs.sampled.logprob = self.logprobs[work.choice]
+        return token
 
     def token(self, position: int) -> types.GeneratedToken:
         return types.GeneratedToken(position=position, token_id=self.token_ids[position])
@@ -152,10 +169,10 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         await self.compute.wait()
         if self.failure is not None:
             raise self.failure
-        position = len(work.output_ids)
+        position, script = len(work.output_ids), self.script.of(work)
         first = prefill_pb2.FirstToken(
-            token=self.script.token(position),
-            finish_reason=self.script.reason(position, work.stop),
+            token=script.tell(position, work),
+            finish_reason=script.reason(position, work.stop),
             queue_ms=0.25,
             prefill_ms=0.5,
         )
@@ -184,6 +201,7 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
         self.admit = asyncio.Event()  # calls are reserved when it is set
         self.admit.set()
         self.fail_at: dict[int, PageferryError] = {}  # instead of the token at a position
+        self.failing: set[int] | None = None  # the choices that `fail_at` is for; None: all
         self.pause_at: dict[int, asyncio.Event] = {}  # before the token at a position
         self.batch = 1  # tokens a message
         self.snapshot.subscriptions = rig.subscriptions
@@ -250,16 +268,17 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
 
     async def _generate(self, work: types.WorkItem, position: int) -> AsyncIterator[decode_pb2.DecodeResponse]:
         batch: list[types.GeneratedToken] = []
+        script = self.script.of(work)
         reason = types.FINISH_REASON_UNSPECIFIED
         while reason == types.FINISH_REASON_UNSPECIFIED:
             if position in self.pause_at:
                 await self.pause_at[position].wait()
-            if position in self.fail_at:
+            if position in self.fail_at and (self.failing is None or work.choice in self.failing):
                 raise self.fail_at[position]
-            if position == len(self.script.token_ids):
+            if position == len(script.token_ids):
                 await asyncio.Event().wait()  # the model thinks
-            batch.append(self.script.token(position))
-            reason = self.script.reason(position, work.stop)
+            batch.append(script.tell(position, work))
+            reason = script.reason(position, work.stop)
             position += 1
             if len(batch) == self.batch or reason:
                 yield decode_pb2.DecodeResponse(tokens=decode_pb2.Tokens(tokens=batch))
