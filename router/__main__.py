@@ -14,7 +14,8 @@ from pageferry.core.errors import invalid
 from pageferry.core.model_files import load_config_of, resolve_model, sampling_defaults
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
-from pageferry.router.gateway.http import build_app, serve_http
+from pageferry.router.gateway.http import build_app
+from pageferry.router.gateway.serving import serve_http
 from pageferry.router.gateway.tls import HttpTls
 from pageferry.router.service import InferenceServicer, authorization_of
 from pageferry.runtime.access import check_local
@@ -81,7 +82,13 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry, cert
         if config.telemetry.metrics_port:
             telemetry.metrics.serve(config.server.host, config.telemetry.metrics_port, certificates)
         log("listening", host=config.server.host, port=port, http_port=config.server.http_port, model=files.name)
-        app = build_app(frontend, telemetry.metrics.registry, max_body_bytes=_MIN_MESSAGE_BYTES)
+        app = build_app(
+            frontend,
+            telemetry.metrics.registry,
+            max_body_bytes=_MIN_MESSAGE_BYTES,
+            refuse_unknown=config.server.unknown_fields == "refuse",
+            cors_origins=config.server.cors_origins,
+        )
         tls = HttpTls.of(config.security, certificates)
         await _run(config, stop, server, frontend, fleet, partial(serve_http, app, tls=tls))
 

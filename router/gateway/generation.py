@@ -1,4 +1,4 @@
-"""The HTTP answer to one generation: whole, or streamed as server-sent events.
+"""The HTTP answer to one body: whole, or streamed as server-sent events.
 
 Its status is decided at the first output: what fails before that has the status of its error, what fails after it is
 an error event, and then the connection is closed without the end of the body.
@@ -6,9 +6,10 @@ an error event, and then the connection is closed without the end of the body.
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from opentelemetry.context import Context
@@ -16,16 +17,21 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pageferry.core.errors import InternalError, PageferryError
-from pageferry.router.gateway import openai_reply as reply
-from pageferry.router.gateway.openai_request import ParsedRequest
+from pageferry.router.gateway.parsed import Parsed
+from pageferry.router.gateway.reply import Reply
+from pageferry.router.gateway.runs import Events, all_events
+from pageferry.router.gateway.strict_json import Json
 from pageferry.runtime.logs import log
-from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
+from pageferry.v1 import inference_pb2 as pb
 
-Events = AsyncGenerator[pb.GenerateResponse, None]
+Numbered = AsyncGenerator[tuple[int, pb.GenerateResponse], None]
 
 
 class Generator(Protocol):
     """What the gateway needs of the router's frontend."""
+
+    @property
+    def clock(self) -> Callable[[], float]: ...
 
     @property
     def ready(self) -> bool: ...
@@ -48,17 +54,27 @@ class Generator(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Of a body: what its headers say."""
+
+    authorization: Sequence[str]
+    parent: Context
+    deadline: float | None  # by the frontend's clock
+
+
 class GenerationResponse(Response):
-    """Runs one generation and sends its answer; the client's going away cancels it."""
+    """Runs a body's generations and sends the answer; the client's going away cancels them."""
 
     def __init__(
-        self, frontend: Generator, parsed: ParsedRequest, parent: Context, authorization: Sequence[str]
+        self, frontend: Generator, parsed: Parsed, reply: Reply, caller: Caller, headers: Mapping[str, str]
     ) -> None:
         super().__init__()
-        self._parsed = parsed
         self._frontend = frontend
-        self._parent = parent
-        self._authorization = authorization
+        self._parsed = parsed
+        self._reply = reply
+        self._caller = caller
+        self._more_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(send))
@@ -74,44 +90,61 @@ class GenerationResponse(Response):
             answer.result()
 
     async def _answer(self, send: Send) -> None:
-        request = self._parsed.generate
-        events = self._frontend.generate(request, deadline=None, parent=self._parent, authorization=self._authorization)
-        async with aclosing(events):
-            started = (await _next(events)).started
-            builder = reply.Reply(started, int(time.time()), self._parsed.chat, self._frontend.token_bytes)
-            await (self._stream if self._parsed.stream else self._whole)(builder, events, send)
+        caller = self._caller
+        begin = [
+            partial(
+                self._frontend.generate,
+                request,
+                deadline=caller.deadline,
+                parent=caller.parent,
+                authorization=caller.authorization,
+            )
+            for request in self._parsed.requests
+        ]
+        async with aclosing(all_events(begin)) as events:
+            await (self._whole(events, send) if self._parsed.streaming is None else self._stream(events, send))
 
-    async def _whole(self, builder: reply.Reply, events: Events, send: Send) -> None:
-        texts: list[str] = []
-        tokens: list[types.GeneratedToken] = []
-        event = await _next(events)
-        while not event.HasField("finished"):
-            texts.append(event.delta.text)
-            tokens.extend(event.delta.tokens)
-            event = await _next(events)
-        body = dump(builder.whole("".join(texts), tokens, event.finished))
-        await _send_start(send, "application/json", builder.started)
+    async def _whole(self, events: Numbered, send: Send) -> None:
+        traceparent = ""
+        async for prompt, event in events:
+            traceparent = traceparent or event.started.traceparent
+            self._reply.take(prompt, event)
+        body = dump(self._reply.whole())
+        await self._send_start(send, "application/json", traceparent)
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, builder: reply.Reply, events: Events, send: Send) -> None:
-        event = await _next(events)  # only with the first output is the status known to be good
-        await _send_start(send, "text/event-stream; charset=utf-8", builder.started)
-        await _send_event(send, builder.opening())
+    async def _stream(self, events: Numbered, send: Send) -> None:
+        traceparent, has_begun = "", False
         try:
-            while not event.HasField("finished"):
-                await _send_event(send, builder.delta(event.delta))
-                event = await _next(events)
+            async for prompt, event in events:
+                traceparent = traceparent or event.started.traceparent
+                chunks = self._reply.take(prompt, event)
+                if not has_begun and not event.HasField("started"):
+                    # Only with the first output is the status known to be good.
+                    await self._send_start(send, "text/event-stream; charset=utf-8", traceparent)
+                    has_begun = True
+                await _send_chunks(send, chunks)
         except Exception as error:
+            if not has_begun:
+                raise
             # The body is left without its end: the server then closes the connection, and no one takes it for whole.
             if not isinstance(error, PageferryError):
                 log("http_failed", level="error", error=error)
             known = error if isinstance(error, PageferryError) else InternalError("the answer failed")
-            await _send_event(send, reply.error_body(known))
+            await _send_chunks(send, [self._reply.failed(known)])
             return
-        await _send_event(send, builder.closing(event.finished))
-        if self._parsed.include_usage:
-            await _send_event(send, builder.usage_chunk(event.finished))
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+        end = b"".join(map(_framed, self._reply.closing())) + self._reply.done
+        await send({"type": "http.response.body", "body": end})
+
+    async def _send_start(self, send: Send, content_type: str, traceparent: str) -> None:
+        headers = {
+            "content-type": content_type,
+            "cache-control": "no-cache",
+            "traceparent": traceparent,
+            **self._more_headers,
+        }
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": encoded})
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -119,29 +152,17 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _next(events: Events) -> pb.GenerateResponse:
-    event = await anext(events, None)
-    if event is None:
-        raise InternalError("the generation ended without a finish", reason="NO_FINISH")
-    return event
+async def _send_chunks(send: Send, chunks: list[Json]) -> None:
+    if chunks:
+        await send({"type": "http.response.body", "body": b"".join(map(_framed, chunks)), "more_body": True})
 
 
-async def _send_start(send: Send, content_type: str, started: pb.Started) -> None:
-    headers = {
-        "content-type": content_type,
-        "cache-control": "no-cache",
-        "x-request-id": started.request_id,
-        "traceparent": started.traceparent,
-    }
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": 200, "headers": encoded})
+def _framed(chunk: Json) -> bytes:
+    """A server-sent event; one that has a type, as those of /v1/responses, is named by it."""
+    name = f"event: {chunk['type']}\n" if "type" in chunk else ""
+    return name.encode() + b"data: " + dump(chunk) + b"\n\n"
 
 
-async def _send_event(send: Send, event: reply.Json | None) -> None:
-    if event is not None:
-        await send({"type": "http.response.body", "body": b"data: " + dump(event) + b"\n\n", "more_body": True})
-
-
-def dump(value: reply.Json) -> bytes:
+def dump(value: Json) -> bytes:
     """Compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

@@ -1,53 +1,68 @@
-"""The HTTP gateway: OpenAI's completions, models, health and metrics, in the gRPC server's event loop."""
+"""The HTTP gateway: OpenAI's endpoints, health and metrics, as an ASGI application."""
 
 import asyncio
-import contextlib
-import logging
 import math
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-import uvicorn
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnauthenticatedError, UnavailableError
+from pageferry import __version__
+from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnauthenticatedError
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
-from pageferry.router.gateway import openai_reply as reply
-from pageferry.router.gateway.generation import GenerationResponse, Generator, dump
-from pageferry.router.gateway.openai_request import ParsedRequest, parse_chat, parse_completion
-from pageferry.router.gateway.protocol import HttpProtocol
-from pageferry.router.gateway.strict_json import refuse
-from pageferry.router.gateway.tls import HttpTls
+from pageferry.router.gateway.chat_request import parse_chat
+from pageferry.router.gateway.choices_reply import ChatReply, CompletionReply
+from pageferry.router.gateway.completion_request import parse_completion
+from pageferry.router.gateway.envelope import HEADERS_OUT, RequestIds, deadline_of, ignored_header, read_profile
+from pageferry.router.gateway.errors import error_body, error_status
+from pageferry.router.gateway.fields import Unread
+from pageferry.router.gateway.generation import Caller, GenerationResponse, Generator, dump
+from pageferry.router.gateway.logprobs import TokenBytes
+from pageferry.router.gateway.parsed import Parsed
+from pageferry.router.gateway.reply import Reply
+from pageferry.router.gateway.responses_reply import ResponsesReply
+from pageferry.router.gateway.responses_request import parse_responses
+from pageferry.router.gateway.strict_json import Json
 from pageferry.runtime.logs import log
+from pageferry.v1 import inference_pb2 as pb
 
-_MAX_REQUEST_ID = 128
-_BACKLOG = 2048
 BODY_S = 60.0  # for all of a request's body
-_KEEP_ALIVE_S = 120  # longer than clients' and proxies' pools keep an idle connection
+_Parser = Callable[[bytes, Unread], Parsed]
+_Replier = Callable[[Parsed, str, int, TokenBytes], Reply]
 
 
-def build_app(frontend: Generator, registry: CollectorRegistry, *, max_body_bytes: int = 4 * 2**20) -> ASGIApp:
-    """The gateway as an ASGI application; `max_body_bytes` bounds a body before it is parsed."""
-    gateway = _Gateway(frontend, registry, max_body_bytes, int(time.time()))
+def build_app(
+    frontend: Generator,
+    registry: CollectorRegistry,
+    *,
+    max_body_bytes: int = 4 * 2**20,
+    refuse_unknown: bool = True,
+    cors_origins: tuple[str, ...] = (),
+) -> ASGIApp:
+    """The gateway; `max_body_bytes` bounds a body before it is parsed, `cors_origins` are whose pages may call."""
+    gateway = _Gateway(frontend, registry, max_body_bytes, int(time.time()), refuse_unknown)
     routes = [
         Route("/v1/completions", gateway.completions, methods=["POST"]),
         Route("/v1/chat/completions", gateway.chat_completions, methods=["POST"]),
+        Route("/v1/responses", gateway.responses, methods=["POST"]),
         Route("/v1/models", gateway.models),
         Route("/v1/models/{name:path}", gateway.model),
-        Route("/health", gateway.health),
+        Route("/health", gateway.ready),
+        Route("/ready", gateway.ready),
         Route("/metrics", gateway.metrics),
+        Route("/version", gateway.version),
     ]
     handlers: Mapping[Any, Any] = {
         PageferryError: _on_error,
@@ -55,51 +70,17 @@ def build_app(frontend: Generator, registry: CollectorRegistry, *, max_body_byte
         ClientDisconnect: _on_disconnect,
         500: _on_bug,
     }
-    return Starlette(routes=routes, exception_handlers=handlers)
-
-
-async def serve_http(
-    app: ASGIApp,
-    host: str,
-    port: int,
-    stop: asyncio.Event,
-    *,
-    tls: HttpTls | None = None,
-    grace_s: float = 30.0,
-    on_bound: Callable[[int], None] = lambda port: None,
-) -> None:
-    """Serve until `stop`; then take no more connections and give running answers `grace_s` to end.
-
-    `on_bound` hears the port. Raises UnavailableError before anything else if the port can't be opened.
-    """
-    listener = _bind(host, port)
-    on_bound(listener.getsockname()[1])
-    server = _Server(_uvicorn_config(app, grace_s, tls))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    stopping = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        stopping.cancel()
-        server.should_exit = True
-        await serving
-        listener.close()
-
-
-def _uvicorn_config(app: ASGIApp, grace_s: float, tls: HttpTls | None) -> uvicorn.Config:
-    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    return uvicorn.Config(
-        app,
-        http=tls.protocol() if tls is not None else HttpProtocol,
-        ssl_context_factory=(lambda *_: tls.context) if tls is not None else None,
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=max(1, round(grace_s)),
-    )
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    if cors_origins:
+        methods, exposed = ["GET", "POST"], list(HEADERS_OUT)
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=cors_origins,
+            allow_methods=methods,
+            allow_headers=["*"],
+            expose_headers=exposed,
+        )
+    return RequestIds(app)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,38 +89,61 @@ class _Gateway:
     registry: CollectorRegistry
     max_body_bytes: int
     created: int
+    refuse_unknown: bool
 
     async def completions(self, request: Request) -> Response:
-        return await self._generation(request, parse_completion)
+        return await self._generation(request, parse_completion, CompletionReply)
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generation(request, parse_chat)
+        return await self._generation(request, parse_chat, ChatReply)
+
+    async def responses(self, request: Request) -> Response:
+        return await self._generation(request, parse_responses, ResponsesReply)
 
     async def models(self, request: Request) -> Response:
-        return _json(reply.models(self.frontend.list_models(_authorization(request)), self.created))
+        entries = self.frontend.list_models(_authorization(request)).models
+        return _json({"object": "list", "data": [self._model(entry) for entry in entries]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         for entry in self.frontend.list_models(_authorization(request)).models:
             if entry.name == name:
-                return _json(reply.model(entry, self.created))
+                return _json(self._model(entry))
         raise NotFoundError(f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served", reason="MODEL_NOT_FOUND")
 
-    async def health(self, request: Request) -> Response:
+    async def ready(self, request: Request) -> Response:
         return _json({"status": "ready"}) if self.frontend.ready else _json({"status": "not ready"}, 503)
 
     async def metrics(self, request: Request) -> Response:
         self.frontend.check_admin(_authorization(request), "metrics")
         return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _generation(self, request: Request, parse: Callable[[bytes], ParsedRequest]) -> Response:
+    async def version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def _generation(self, request: Request, parse: _Parser, reply: _Replier) -> Response:
         _check_media_type(request)
         self.frontend.check_caller(_authorization(request))  # before the body of a stranger is read
-        request_id = _request_id(request)
-        parsed = parse(await _body(request, self.max_body_bytes))
-        parsed.generate.request_id = request_id
+        request_id = RequestIds.of(request)
+        deadline = deadline_of(request, self.frontend.clock())
+        unread = Unread(self.refuse_unknown)
+        parsed = parse(await _body(request, self.max_body_bytes), unread)
+        for number, each in enumerate(parsed.requests):
+            each.request_id = f"{request_id}-{number}" if number else request_id
+            read_profile(request, each)
         parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
-        return GenerationResponse(self.frontend, parsed, parent, _authorization(request))
+        caller = Caller(_authorization(request), parent, deadline)
+        builder = reply(parsed, request_id, int(time.time()), self.frontend.token_bytes)
+        return GenerationResponse(self.frontend, parsed, builder, caller, ignored_header(unread.ignored))
+
+    def _model(self, entry: pb.Model) -> Json:
+        return {
+            "id": entry.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "pageferry",
+            "max_model_len": entry.max_model_tokens,
+        }
 
 
 def _authorization(request: Request) -> list[str]:
@@ -154,14 +158,6 @@ def _check_media_type(request: Request) -> None:
         raise HTTPException(415, "content-type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "content-encoding must be identity", {"accept-encoding": "identity"})
-
-
-def _request_id(request: Request) -> str:
-    """The caller's x-request-id, or empty; the answer carries it, and the trace can be found by it."""
-    request_id = request.headers.get("x-request-id", "")
-    if len(request_id) > _MAX_REQUEST_ID or not (request_id.isascii() and request_id.isprintable()):
-        refuse("x-request-id", f"must be at most {_MAX_REQUEST_ID} printable ASCII characters")
-    return request_id
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:
@@ -180,17 +176,17 @@ async def _body(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-def _json(value: reply.Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(dump(value), status, headers, "application/json")
 
 
 async def _on_error(request: Request, error: PageferryError) -> Response:
-    headers = {"x-request-id": request.headers.get("x-request-id", "")}
+    headers = {}
     if error.retry_after_ms is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
-    return _json(reply.error_body(error), reply.error_status(error), {k: v for k, v in headers.items() if v})
+    return _json(error_body(error), error_status(error), headers)
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
@@ -205,25 +201,4 @@ async def _on_disconnect(request: Request, error: ClientDisconnect) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     log("http_failed", level="error", error=error, path=request.url.path)
-    return _json(reply.error_body(InternalError("the server failed; see its log")), 500)
-
-
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the process: it drains gRPC and HTTP together."""
-        yield
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        message = f"http_port {port} on {host} can't be opened: {error.strerror}; choose another"
-        raise UnavailableError(message, reason="PORT_UNAVAILABLE") from error
-    return listener
+    return _json(error_body(InternalError("the server failed; see its log")), 500)

@@ -6,6 +6,7 @@ from contextlib import suppress
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+UNREAD_S = 120.0  # for a peer that reads nothing of an answer, once no more of it fits on the way
 HEADER_S = 30.0  # for the whole head of a request, once its connection stands or its first byte has come
 
 
@@ -13,6 +14,7 @@ class HttpProtocol(H11Protocol):
     """One connection."""
 
     _overdue: asyncio.TimerHandle | None = None  # while a request's head is awaited
+    _unread: asyncio.TimerHandle | None = None  # while the peer has to read first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -25,8 +27,17 @@ class HttpProtocol(H11Protocol):
         else:
             self._forget_head()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._forget_unread()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
+        self._forget_unread()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
@@ -40,6 +51,11 @@ class HttpProtocol(H11Protocol):
         with suppress(h11.LocalProtocolError):  # an answer has begun
             super().send_400_response(msg)
         self.transport.close()
+
+    def _forget_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _await_head(self) -> None:
         if self._overdue is None:

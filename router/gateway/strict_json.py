@@ -38,6 +38,18 @@ def decode_json(body: bytes) -> Json:
     return value
 
 
+def as_json(value: object, path: str) -> str:
+    """Part of a body as JSON text again. Raises InvalidArgumentError for what can't be passed on."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except RecursionError:
+        refuse(path, "is nested too deeply")
+    except UnicodeEncodeError:
+        refuse(path, "holds half of a surrogate pair")
+    return text
+
+
 def _malformed(description: str) -> NoReturn:
     refuse("body", description, reason="MALFORMED_JSON")
 

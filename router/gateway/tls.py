@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from pageferry.core.errors import PermissionDeniedError
 from pageferry.core.security import SecurityConfig
-from pageferry.router.gateway import openai_reply as reply
+from pageferry.router.gateway.errors import error_body, error_status
 from pageferry.router.gateway.protocol import HttpProtocol
 from pageferry.runtime.access import check_ids
 from pageferry.runtime.tls import Certificates
@@ -50,7 +50,7 @@ class _Refusal:
     """An application."""
 
     def __init__(self, error: PermissionDeniedError) -> None:
-        self._answer = JSONResponse(reply.error_body(error), reply.error_status(error), {"connection": "close"})
+        self._answer = JSONResponse(error_body(error), error_status(error), {"connection": "close"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._answer(scope, receive, send)

@@ -1,7 +1,9 @@
 """A frontend whose generations are scripts: events and errors, in order, and gates that a test opens."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from opentelemetry.context import Context
 
@@ -10,6 +12,7 @@ from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-00f067aa0ba902b7-01"
 Step = pb.GenerateResponse | Exception | asyncio.Event
+Script = Sequence[Step] | Callable[[pb.GenerateRequest], Sequence[Step]]
 
 
 def started(request_id: str = "r-1", prompt_tokens: int = 5) -> pb.GenerateResponse:
@@ -24,8 +27,12 @@ def started(request_id: str = "r-1", prompt_tokens: int = 5) -> pb.GenerateRespo
     )
 
 
-def delta(text: str, *tokens: types.GeneratedToken) -> pb.GenerateResponse:
-    return pb.GenerateResponse(delta=pb.Delta(text=text, tokens=tokens))
+def delta(text: str, *tokens: types.GeneratedToken, choice: int = 0) -> pb.GenerateResponse:
+    return pb.GenerateResponse(delta=pb.Delta(text=text, tokens=tokens, choice=choice))
+
+
+def choice_finished(choice: int, reason: types.FinishReason = types.FINISH_REASON_STOP, **fields: Any):
+    return pb.GenerateResponse(choice_finished=pb.ChoiceFinished(choice=choice, reason=reason, **fields))
 
 
 def token(position: int, token_id: int, logprob: float | None = None, top: Sequence[tuple[int, float]] = ()):
@@ -56,11 +63,13 @@ HELLO: tuple[Step, ...] = (started(), delta("Hel", token(0, 10)), delta("lo", to
 
 
 class FakeFrontend:
-    """Plays `script` to every request, and keeps what it was asked and how each generation went out."""
+    """Plays `script`, or what it gives for a request, and keeps what it was asked and how each generation went out."""
 
-    def __init__(self, script: Sequence[Step] = HELLO) -> None:
+    def __init__(self, script: Script = HELLO) -> None:
         self.script = script
         self.ready = True
+        self.clock = time.monotonic
+        self.deadlines: list[float | None] = []
         self.requests: list[pb.GenerateRequest] = []
         self.parents: list[Context | None] = []
         self.authorizations: list[list[str]] = []
@@ -76,11 +85,12 @@ class FakeFrontend:
         authorization: Sequence[str] = (),
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
+        self.deadlines.append(deadline)
         self.authorizations.append([*authorization])
         self.parents.append(parent)
         self.called.set()
         try:
-            for step in self.script:
+            for step in self.script(request) if callable(self.script) else self.script:
                 if isinstance(step, Exception):
                     raise step
                 if isinstance(step, asyncio.Event):

@@ -14,6 +14,7 @@ from pageferry.core.security import SecurityConfig
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
 KERNELS = ("auto", "cpu", "torch")
 TRANSPORTS = ("auto", "inline", "shm")
+UNKNOWN_FIELDS = ("refuse", "ignore")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _SECRETS = ("salt_key",)
 _MAX_SECONDS = 86_400.0
@@ -44,10 +45,16 @@ class ServerConfig:
     drain_grace_s: float = 30.0
     stall_s: float = 8.0  # after which an engine that has work and makes no progress is no longer SERVING
     max_message_bytes: int = 4 * 2**20  # a frame of a page must pass
+    unknown_fields: str = "refuse"  # of bodies over HTTP; ignore: answers tell them in x-ignored-fields
+    cors_origins: tuple[str, ...] = ()  # whose pages' scripts may call over HTTP, as https://example.org; *: anybody's
 
     def __post_init__(self) -> None:
         if not self.host:
             raise invalid("host", self.host, "must be an address to listen on")
+        _check_choice("unknown_fields", self.unknown_fields, UNKNOWN_FIELDS)
+        for origin in self.cors_origins:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s,*]+", origin):
+                raise invalid("cors_origins", origin, "must be scheme://host, with :port if need be, or *")
         _check_ranges(
             self,
             port=(0, MAX_PORT),

@@ -1,0 +1,63 @@
+"""The body of POST /v1/completions."""
+
+from typing import Any
+
+from pageferry.router.gateway.chat_request import HARMLESS, NEUTRAL
+from pageferry.router.gateway.fields import Fields, Unread, as_text, as_token_ids
+from pageferry.router.gateway.generation_fields import read_generation
+from pageferry.router.gateway.parsed import Parsed, read_streaming
+from pageferry.router.gateway.strict_json import decode_json, kind_of
+from pageferry.v1 import inference_pb2 as pb
+
+MAX_PROMPTS = 256  # of one body
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's
+_NEUTRAL = NEUTRAL | {"add_special_tokens": True, "suffix": ""}
+
+
+def parse_completion(body: bytes, unread: Unread) -> Parsed:
+    """Raises InvalidArgumentError."""
+    fields = Fields(decode_json(body), unread)
+    request = read_generation(fields)
+    if not request.stop.HasField("max_tokens"):
+        request.stop.max_tokens = _DEFAULT_MAX_TOKENS
+    request.echo = fields.flag("echo")
+    logprobs = fields.integer("logprobs")
+    asked_prompt = request.sampling.HasField("prompt_logprobs")
+    if logprobs is not None:
+        request.sampling.logprobs = logprobs
+        if request.echo and not asked_prompt:
+            request.sampling.prompt_logprobs = logprobs
+    prompts = _prompts(fields)
+    streaming = read_streaming(fields)
+    fields.finish("/v1/completions", harmless=HARMLESS, neutral=_NEUTRAL)
+    echo_logprobs = request.echo and logprobs is not None
+    requests = tuple(_with_prompt(request, prompt) for prompt in prompts)
+    return Parsed(requests, streaming, echo_logprobs=echo_logprobs, prompt_logprobs=asked_prompt)
+
+
+def _prompts(fields: Fields) -> list[Any]:
+    """Checked texts and lists of token ids."""
+    prompt, path = fields.get("prompt"), fields.path("prompt")
+    if isinstance(prompt, str):
+        return [as_text(prompt, path)]
+    if not isinstance(prompt, list):
+        fields.refuse("prompt", f"is {kind_of(prompt)}, must be a string, a list of token ids, or a list of either")
+    if not any(isinstance(part, str | list) for part in prompt):
+        return [as_token_ids(prompt, path)]
+    if len(prompt) > MAX_PROMPTS:
+        fields.refuse("prompt", f"holds {len(prompt)} prompts, at most {MAX_PROMPTS} fit into one request")
+    return [
+        as_token_ids(part, f"{path}[{i}]") if isinstance(part, list) else as_text(part, f"{path}[{i}]")
+        for i, part in enumerate(prompt)
+    ]
+
+
+def _with_prompt(request: pb.GenerateRequest, prompt: str | list[int]) -> pb.GenerateRequest:
+    whole = pb.GenerateRequest()
+    whole.CopyFrom(request)
+    if isinstance(prompt, str):
+        whole.prompt = prompt
+    else:
+        whole.token_ids.SetInParent()
+        whole.token_ids.ids.extend(prompt)
+    return whole
