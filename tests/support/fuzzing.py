@@ -163,7 +163,10 @@ def _fill(draw: st.DrawFn, message: Message, field: FieldDescriptor, depth: int)
         if depth == 0:
             return
         inner = messages(GetMessageClass(field.message_type), depth=depth - 1)
-        if field.is_repeated:
+        if _is_map(field):  # of entries, whose key and value may be left out
+            for entry in draw(st.lists(inner, max_size=3)):
+                _set_entry(getattr(message, field.name), entry)
+        elif field.is_repeated:
             getattr(message, field.name).extend(draw(st.lists(inner, max_size=3)))
         else:
             getattr(message, field.name).CopyFrom(draw(inner))
@@ -173,6 +176,17 @@ def _fill(draw: st.DrawFn, message: Message, field: FieldDescriptor, depth: int)
         getattr(message, field.name).extend(draw(st.lists(values, max_size=5)))
     else:
         setattr(message, field.name, draw(values))
+
+
+def _is_map(field: FieldDescriptor) -> bool:
+    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
+
+
+def _set_entry(target: Any, entry: Any) -> None:
+    if entry.DESCRIPTOR.fields_by_name["value"].message_type is None:
+        target[entry.key] = entry.value
+    else:
+        target[entry.key].CopyFrom(entry.value)
 
 
 def _values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
@@ -210,7 +224,7 @@ def _disturb(draw: st.DrawFn, message: Message, depth: int) -> None:
     if not message.DESCRIPTOR.fields:
         return
     field = draw(st.sampled_from(list(message.DESCRIPTOR.fields)))
-    if field.message_type is not None and depth:
+    if field.message_type is not None and depth and not _is_map(field):
         inner = getattr(message, field.name)
         chosen = inner[draw(st.integers(0, len(inner) - 1))] if field.is_repeated and len(inner) else None
         if chosen is not None or not field.is_repeated:
