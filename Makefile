@@ -12,7 +12,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 BIN := .venv/bin
 STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
-PROTOS := $(sort $(wildcard proto/pageferry/v1/*.proto))
+PROTOS := $(sort $(wildcard proto/pageferry/*/*.proto))
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
 SEED ?= 1
@@ -95,7 +95,7 @@ proto: setup
 proto-check: setup
 	@rm -rf build/proto && mkdir -p build/proto
 	@$(call generate,build/proto)
-	@diff -rq -x '*.proto' -x __init__.py -x __pycache__ build/proto/pageferry/v1 proto/pageferry/v1 \
+	@diff -rq -x '*.proto' -x __init__.py -x __pycache__ build/proto/pageferry proto/pageferry \
 		|| { echo "proto-check: the generated code is not what proto/ gives; run make proto" >&2; exit 1; }
 	@echo "proto-check: generated code is current"
 	$(BIN)/buf lint
