@@ -12,11 +12,13 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_Tr
 from pageferry.core.config import Config
 from pageferry.core.errors import invalid
 from pageferry.core.model_files import load_config_of, resolve_model, sampling_defaults
+from pageferry.oip.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend, Telemetry
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.serving import serve_http
 from pageferry.router.gateway.tls import HttpTls
+from pageferry.router.oip import OIP_SERVICE, OpenInferenceServicer
 from pageferry.router.service import InferenceServicer, authorization_of
 from pageferry.runtime.access import check_local
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
@@ -112,6 +114,7 @@ def _add_services(
             check_local("spans", context)
 
     server.add(add_InferenceServiceServicer_to_server, InferenceServicer(frontend), "pageferry.v1.InferenceService")
+    server.add(add_GRPCInferenceServiceServicer_to_server, OpenInferenceServicer(frontend), OIP_SERVICE)
     server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: frontend.num_live, check_admin), ADMIN_SERVICE)
     if telemetry.traces is not None:
         receiver = TraceReceiver(telemetry.traces, check_sender)

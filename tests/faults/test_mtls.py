@@ -38,6 +38,7 @@ OF_WORKERS = Counter({("kv.push", "CLIENT"): 1, ("kv.push", "SERVER"): 1, ("deco
 METHODS = (
     "pageferry.v1.InferenceService/Generate",
     "pageferry.v1.InferenceService/GetStatus",
+    "inference.GRPCInferenceService/ModelInfer",
     "pageferry.v1.PrefillService/Prefill",
     "pageferry.v1.DecodeService/Decode",
     "pageferry.v1.PageService/Push",
@@ -149,6 +150,7 @@ async def test_who_has_a_certificate_may_call_what_its_id_is_listed_for(shared: 
         (router, shared.client, "pageferry.v1.AdminService/Drain"),
         (router, shared.services, "pageferry.v1.InferenceService/Generate"),
         (router, other, "pageferry.v1.InferenceService/GetStatus"),
+        (router, shared.services, "inference.GRPCInferenceService/ModelInfer"),
     ):
         async with shared.channel(service, identity) as channel:
             assert await code_of(channel, method) is grpc.StatusCode.PERMISSION_DENIED

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -15,6 +16,7 @@ import pytest
 from answer import Answer
 from fake_workers import LAYOUT, MODEL, Rig, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from loopback import free_port
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -28,7 +30,10 @@ from pageferry.core.config import Config, EngineConfig, RouterConfig, ServerConf
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.core.security import SecurityConfig
 from pageferry.core.tenants import key_digest
+from pageferry.oip import open_inference_pb2 as oip
+from pageferry.oip.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from pageferry.router.__main__ import main
+from pageferry.router.oip import OIP_SERVICE
 from pageferry.runtime import access
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.errors import from_rpc_error
@@ -107,6 +112,21 @@ async def test_grpc_and_http_serve_the_same(workers: Rig) -> None:
         assert (await http.get(f"{url}/health")).status_code == 200
         metrics = (await http.get(f"{url}/metrics")).text
         assert 'pageferry_requests_total{outcome="length"} 2.0' in metrics
+
+
+async def test_clients_of_other_protocols_find_theirs(workers: Rig) -> None:
+    async with running(config_for(workers), asyncio.Event()) as channel:
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        answer = await reflection.ServerReflectionInfo(asked).read()
+        assert OIP_SERVICE in {service.name for service in answer.list_services_response.service}
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest(service=OIP_SERVICE))).status == SERVING
+        request = oip.ModelInferRequest(model_name=MODEL)
+        request.parameters["max_tokens"].int64_param = 3
+        request.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"Say it.")
+        response = await GRPCInferenceServiceStub(channel).ModelInfer(request)
+        assert list(response.outputs[0].contents.bytes_contents) == [b"abc"]
 
 
 async def test_no_trace_is_kept_where_a_collector_gets_them(workers: Rig) -> None:

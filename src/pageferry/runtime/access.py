@@ -6,7 +6,7 @@ from typing import Any
 from pageferry.core.errors import PermissionDeniedError
 from pageferry.core.security import SecurityConfig, is_allowed
 
-_CLIENTS_SERVICE = "pageferry.v1.InferenceService"
+_CLIENTS_SERVICES = ("pageferry.v1.InferenceService", "inference.GRPCInferenceService")
 _LOOPBACK = (
     "ipv4:127.",
     "ipv6:%5B::1%5D:",
@@ -27,7 +27,7 @@ class Access:
     def check(self, method: str, context: Any) -> None:
         """Raises PermissionDeniedError; `method` is "package.Service/Method"."""
         service = method.partition("/")[0]
-        if service == _CLIENTS_SERVICE:
+        if service in _CLIENTS_SERVICES:
             if self._clients:
                 check_ids(spiffe_ids(context.auth_context()), "allowed_clients", self._clients)
         elif service not in _OPEN_SERVICES:

@@ -22,13 +22,16 @@ from pageferry.runtime.errors import abort
 from pageferry.runtime.logs import log
 from pageferry.runtime.rpc_spans import PUSH_METHOD, end_span, extract_context, rpc_attributes, server_span_name
 
+_STREAM_OF_WORK = "inference.GRPCInferenceService/ModelStreamInfer"  # may be open when no request of it is
 # Calls that bring work. A draining server refuses them, and takes all others, which serve work that lives on.
 _WORK_METHODS = {
+    _STREAM_OF_WORK,
+    "inference.GRPCInferenceService/ModelInfer",
     "pageferry.v1.InferenceService/Generate",
     "pageferry.v1.PrefillService/Prefill",
     "pageferry.v1.DecodeService/Decode",
 }
-_OPEN_METHODS = _WORK_METHODS | {PUSH_METHOD}  # those that a drain waits for
+_OPEN_METHODS = (_WORK_METHODS | {PUSH_METHOD}) - {_STREAM_OF_WORK}  # those that a drain waits for
 _ENDS_BY_ITSELF = "pageferry.v1.AdminService/Drain"  # when nothing is open, and then has to say so
 _END_S = 2.0  # for calls that are ended to take their status; who reads nothing doesn't get it
 _CODES = {code.value[0]: code for code in grpc.StatusCode}

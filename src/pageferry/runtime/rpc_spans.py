@@ -10,16 +10,21 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 PUSH_METHOD = "pageferry.v1.PageService/Push"
 PUSH_SPAN = "kv.push"
 _INFERENCE = "pageferry.v1.InferenceService/"
+_OPEN_INFERENCE = "inference.GRPCInferenceService/"
 _UNTRACED = {
     "pageferry.v1.AdminService/Drain",
     "pageferry.v1.WorkerService/Watch",
     "pageferry.v1.DecodeService/Subscribe",
     "opentelemetry.proto.collector.trace.v1.TraceService/Export",
     *(_INFERENCE + name for name in ("Tokenize", "ListModels", "GetStatus", "GetTrace")),
+    *(
+        _OPEN_INFERENCE + name
+        for name in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata")
+    ),
 }
 _UNTRACED_SERVICES = ("grpc.health.", "grpc.reflection.")
 # These spans hold more than the call's status, so the router and PushClient make them.
-_MADE_BY_SERVER = {_INFERENCE + "Generate"}
+_MADE_BY_SERVER = {_INFERENCE + "Generate", _OPEN_INFERENCE + "ModelInfer", _OPEN_INFERENCE + "ModelStreamInfer"}
 _MADE_BY_CLIENT = {PUSH_METHOD}
 _PROPAGATOR = TraceContextTextMapPropagator()
 
