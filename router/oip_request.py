@@ -14,7 +14,8 @@ from typing import TypeVar
 from pageferry.core.errors import InvalidArgumentError, NotFoundError
 from pageferry.oip import open_inference_pb2 as oip
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
-from pageferry.router.gateway.openai_request import parse_completion
+from pageferry.router.gateway.completion_request import parse_completion
+from pageferry.router.gateway.fields import Unread
 from pageferry.router.gateway.strict_json import Json, decode_json, refuse, shown
 from pageferry.v1 import inference_pb2 as pb
 
@@ -86,7 +87,8 @@ def _completion(fields: Json) -> pb.GenerateRequest:
         body = json.dumps(fields).encode()
     except RecursionError:
         refuse("parameters", "are nested too deeply")
-    return parse_completion(body).generate
+    (generate,) = parse_completion(body, Unread()).requests
+    return generate
 
 
 def check_version(model: str, version: str) -> None:
