@@ -157,7 +157,8 @@ async def generate(stub: Stub, request: pb.GenerateRequest, *, timeout_s: float 
     assert answer.started is not None
     assert answer.finished is not None, "the stream ended without a terminal event"
     assert answer.positions == list(range(len(answer.positions)))
-    assert answer.usage.completion_tokens == len(answer.token_ids)
+    if not (request.best_of or request.HasField("beam")):
+        assert answer.usage.completion_tokens == sum(len(choice.token_ids) for choice in answer.choices.values())
     return answer
 
 
