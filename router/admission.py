@@ -59,6 +59,7 @@ class Admitted:
     n: int = 1  # answers that are sent
     num_choices: int = 1  # answers that are generated
     wants_logprobs: bool = False
+    echo: bool = False
 
     @property
     def is_ranked(self) -> bool:
@@ -97,6 +98,8 @@ class Admission:
             length = f"{len(request.request_id)} characters"
             raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
         n, num_choices = _num_choices(request)
+        if request.echo and request.HasField("chat"):
+            raise invalid("echo", True, "must not be set with chat, whose text is the template's")
         sampling = sampling_from_proto(request.sampling, {"seed": secrets.randbits(64), **self._defaults})
         self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
         _check_stop_strings(request.stop_strings)
@@ -121,6 +124,7 @@ class Admission:
             n=n,
             num_choices=num_choices,
             wants_logprobs=sampling.num_logprobs is not None,
+            echo=request.echo,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:

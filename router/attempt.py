@@ -53,6 +53,7 @@ class Attempt:
     ) -> None:
         """Calls are made inside `in_context()`, so that their spans have the right parent."""
         self.finish: types.FinishReason = types.FINISH_REASON_UNSPECIFIED
+        self.prompt_logprobs: types.PromptLogprobs | None = None  # with the first token, where asked for
         self._grant = grant
         workers = ((Role.PREFILL, grant.prefill), (Role.DECODE, grant.decode))
         self._workers = {role: worker for role, worker in workers if worker is not None}
@@ -73,6 +74,7 @@ class Attempt:
         self._fed: FedCall | None = None  # the decode call, where its worker's feed is live
         self._reserved = self._first_token_seen = self._shipped = False
         self._num_decoded = 0
+        self._early: list[types.GeneratedToken] = []  # that wait for the first token, which tells of the prompt
         self._failure: PageferryError | None = None  # of one worker, while the other's word is waited for
 
     async def tokens(self) -> AsyncGenerator[Tokens, None]:
@@ -94,6 +96,8 @@ class Attempt:
                     self._on_silence()
                 elif tokens := self._take(item):
                     yield tokens
+            if self._early:
+                yield self._early
         finally:
             relying.close()
             if self._fed is not None:
@@ -154,14 +158,14 @@ class Attempt:
             self._ended.add(item.name)
             if not self.finish and not is_known:
                 self._on_prefill_end(item.error) if item.name is Role.PREFILL else self._on_decode_end(item.error)
-            return ()
+            return self._take_early() if item.name is Role.PREFILL else ()
         if isinstance(item.message, decode_pb2.CallEvents):
             return self._on_feed(item.message)
         match item.message.WhichOneof("event"):
             case "reserved":
                 self._on_reserved(item.message.reserved)
             case "tokens":
-                return self._on_tokens(item.message.tokens.tokens)
+                return self._on_tokens(item.message.tokens)
             case "completed":
                 self._on_completed(item.message.completed)
             case "accepted":
@@ -175,7 +179,7 @@ class Attempt:
         return ()
 
     def _on_feed(self, events: decode_pb2.CallEvents) -> Tokens:
-        tokens = self._on_tokens(events.tokens) if events.tokens else ()
+        tokens = self._on_tokens(events) if events.tokens else ()
         if events.HasField("completed"):
             self._on_completed(events.completed)
         return tokens
@@ -196,21 +200,38 @@ class Attempt:
             )
         )
 
-    def _on_tokens(self, tokens: Tokens) -> Tokens:
-        self._num_decoded += len(tokens)
+    def _on_tokens(self, message: decode_pb2.Tokens | decode_pb2.CallEvents) -> Tokens:
+        self._note_prompt(message)
+        self._num_decoded += len(message.tokens)
         if self._failure is not None and Role.DECODE not in self._ended:
             # The commit has come through, whatever became of the prefill worker.
             self._failure, self._patience_s = None, None
+        if self._tells_prompt and Role.PREFILL in self._open and not self._first_token_seen:
+            self._early += message.tokens
+            return ()
+        return message.tokens
+
+    @property
+    def _tells_prompt(self) -> bool:
+        return self._work.sampling.HasField("prompt_logprobs")
+
+    def _take_early(self) -> Tokens:
+        tokens, self._early = self._early, []
         return tokens
+
+    def _note_prompt(self, message: prefill_pb2.FirstToken | decode_pb2.Tokens | decode_pb2.CallEvents) -> None:
+        if message.HasField("prompt_logprobs"):
+            self.prompt_logprobs = message.prompt_logprobs
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> Tokens:
         self._first_token_seen = True
+        self._note_prompt(first)
         self._times.prefilled(first)
         if first.finish_reason:
             self._finish(first.finish_reason, Role.PREFILL)
         elif self._source is Source.PREFILL_ONLY:
             self._finish(types.FINISH_REASON_LENGTH, Role.PREFILL)
-        return (first.token,)
+        return self._take_early() or (first.token,)
 
     def _on_completed(self, completed: decode_pb2.Completed) -> None:
         self._times.completed(completed, is_local=self._source is Source.LOCAL)

@@ -211,7 +211,11 @@ class Choices:
 def text_of(admitted: Admitted, pieces: Pieces) -> TextStream:
     """The text of one answer."""
     return TextStream(
-        pieces, admitted.stop_strings, skip_special=admitted.skip_special, min_tokens=admitted.stop.min_tokens
+        pieces,
+        admitted.stop_strings,
+        skip_special=admitted.skip_special,
+        min_tokens=admitted.stop.min_tokens,
+        echo_ids=admitted.prompt_ids if admitted.echo else (),
     )
 
 

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer, get_current_span, use_span
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
+from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.router.admission import Admitted
 from pageferry.router.ask import Ask, Grant
@@ -143,7 +144,9 @@ class Generation:
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens
         text = self._text.push(token.token_id for token in batch)
-        return pb.Delta(text=text, tokens=batch[: self._text.num_tokens - before], choice=self.choice)
+        tokens = batch[: self._text.num_tokens - before]
+        prompt_logprobs = self._current.prompt_logprobs if self._current is not None and before == 0 else None
+        return pb.Delta(text=text, tokens=tokens, choice=self.choice, prompt_logprobs=prompt_logprobs)
 
     async def _tokens(self, ask: Ask) -> AsyncGenerator[Tokens, None]:
         """New tokens in order, each once, over as many tries as it takes and is allowed."""
@@ -233,12 +236,19 @@ class Generation:
             request_id=admitted.work_id + choice + retry,
             prompt_ids=admitted.prompt_ids,
             output_ids=tuple(self._output_ids),
-            sampling=admitted.sampling,
+            sampling=self._sampling(),
             stop=admitted.stop,
             choice=self.choice,
             priority=admitted.priority,
             cache_salt=admitted.cache_salt,
         )
+
+    def _sampling(self) -> SamplingParams:
+        """Those of the prompt are told once, with the first token of the first answer."""
+        sampling = self._admitted.sampling
+        if sampling.num_prompt_logprobs is None or not (self.choice or self._output_ids):
+            return sampling
+        return replace(sampling, num_prompt_logprobs=None)
 
     def _in_context(self) -> AbstractContextManager[object]:
         return use_span(self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False)

@@ -105,6 +105,7 @@ def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
         (ask(sampling=types.SamplingParams(repetition_penalty=float("inf"))), InvalidArgumentError, "repetition_pen"),
         (ask(sampling=types.SamplingParams(frequency_penalty=3)), InvalidArgumentError, "frequency_penalty is 3"),
         (ask(sampling=types.SamplingParams(logprobs=21)), InvalidArgumentError, "logprobs is 21, .* 0 to 20"),
+        (pb.GenerateRequest(chat=chat(("user", "x")).chat, echo=True), InvalidArgumentError, "echo is True, must not"),
         (ask(n=17), InvalidArgumentError, "n is 17, must be at most 16"),
         (ask(best_of=17), InvalidArgumentError, "best_of is 17, must be at most 16"),
         (ask(n=3, best_of=2), InvalidArgumentError, "n is 3, must be at most best_of, 2"),

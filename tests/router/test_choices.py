@@ -12,7 +12,7 @@ from spans import assert_one_tree
 
 from pageferry.core.config import RouterConfig
 from pageferry.core.errors import InternalError, ResourceExhaustedError, UnavailableError
-from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
+from pageferry.v1 import inference_pb2 as pb, prefill_pb2, types_pb2 as types
 
 EOS = 2
 TOKENS = {0: [*range(100, 140)], 1: [*range(140, 180)], 2: [*range(180, 184), EOS, *range(184, 220)]}
@@ -233,6 +233,62 @@ async def test_the_likeliest_are_sent_best_first_once_all_are_complete(rig: Make
         answer = await router.generate(request)
         assert (answer.token_ids, answer.choices[0].score) == (TOKENS[1][:8], -0.5)
         await router.check_idle()
+
+
+PROMPT_LOGPROBS = types.PromptLogprobs(
+    tokens=[types.Logprobs(sampled=types.TokenLogprob(token_id=200, logprob=-0.25)) for _ in range(39)]
+)
+
+
+@pytest.mark.parametrize("source", ["prefill", "decode", "prefill, late"])
+async def test_the_prompts_log_probabilities_come_once_with_the_first_answer(rig: Make, source: str) -> None:
+    async with rig(num_prefill=source != "decode") as router:
+        for worker in (*router.prefills, *router.decodes):
+            worker.script.prompt_logprobs = PROMPT_LOGPROBS
+        if source == "prefill, late":
+            commit_without_a_word(router)
+        request = ask(n=2)
+        request.sampling.prompt_logprobs = 0
+        deltas = [event.delta async for event in router.stream(request) if event.HasField("delta")]
+        first, *others = deltas
+        assert (first.prompt_logprobs, first.choice, first.tokens[0].position) == (PROMPT_LOGPROBS, 0, 0)
+        assert not any(delta.HasField("prompt_logprobs") for delta in others)
+        assert [token.token_id for delta in deltas if not delta.choice for token in delta.tokens] == TOKENS[0][:8]
+        asked = {work.choice for work in router.decode.works if work.sampling.HasField("prompt_logprobs")}
+        assert asked == {0}
+        await router.check_idle()
+
+
+def commit_without_a_word(router: Rig) -> None:
+    """Let the decode worker's tokens come to the router before the prefill worker tells of the first."""
+    whole = router.prefill._prefill
+
+    async def late(request: prefill_pb2.PrefillRequest) -> AsyncIterator[object]:
+        async with aclosing(whole(request)) as events:
+            yield await anext(events)
+            told = [event async for event in events]
+        await router.decode.wait_idle()
+        for event in told:
+            yield event
+
+    router.prefill._prefill = late
+
+
+async def test_an_echo_is_the_prompts_text_before_each_answer(router: Rig) -> None:
+    prompt = [1, *(4 + byte for byte in "Où ".encode())]  # a special token, then a byte each
+    request = ask(n=2, echo=True)
+    request.token_ids.ids[:] = [*prompt, 4 + 0xE5]  # and the first byte of a character that does not come
+    texts: dict[int, list[str]] = {}
+    async for event in router.stream(request):
+        if event.HasField("delta"):
+            texts.setdefault(event.delta.choice, []).append(event.delta.text)
+    for choice, parts in texts.items():
+        assert parts[0].startswith("Où ")
+        assert "".join(parts) == router.tokenizer.decode([*request.token_ids.ids, *TOKENS[choice][:8]])
+    request.skip_special_tokens = False
+    answer = await router.generate(request)
+    assert answer.text.startswith("<|im_start|>Où ")
+    assert answer.usage.completion_tokens == 16
 
 
 async def test_spans_of_each_answer_lie_in_one_of_its_own(router: Rig) -> None:

@@ -54,6 +54,7 @@ class Script:
     token_ids: Sequence[int]
     others: Mapping[int, Sequence[int]] = field(default_factory=dict)
     logprobs: Mapping[int, float] = field(default_factory=dict)  # of each token of a choice, where asked for
+    prompt_logprobs: types.PromptLogprobs | None = None  # where asked for
 
     def of(self, work: types.WorkItem) -> "Script":
         """What it says to that."""
@@ -66,6 +67,9 @@ class Script:
             token.logprobs.sampled.token_id = token.token_id
             token.logprobs.sampled.logprob = self.logprobs[work.choice]
         return token
+
+    def tell_prompt(self, work: types.WorkItem) -> types.PromptLogprobs | None:
+        return self.prompt_logprobs if work.sampling.HasField("prompt_logprobs") else None
 
     def token(self, position: int) -> types.GeneratedToken:
         return types.GeneratedToken(position=position, token_id=self.token_ids[position])
@@ -175,6 +179,7 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
             finish_reason=script.reason(position, work.stop),
             queue_ms=0.25,
             prefill_ms=0.5,
+            prompt_logprobs=script.tell_prompt(work),
         )
         yield prefill_pb2.PrefillResponse(first_token=first)
         if not request.HasField("target") or first.finish_reason:
@@ -242,7 +247,8 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
                 elif event.HasField("completed"):
                     tell(completed=event.completed)
                 else:
-                    tell(event.tokens.tokens)
+                    prompt = event.tokens.prompt_logprobs if event.tokens.HasField("prompt_logprobs") else None
+                    tell(event.tokens.tokens, prompt_logprobs=prompt)
         except PageferryError:
             if feed is not None:
                 tell(failed=True)
@@ -263,7 +269,12 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
             assert token.position == position
         else:
             yield decode_pb2.DecodeResponse(reserved=reserved)
+        is_local = request.source == decode_pb2.PROMPT_SOURCE_LOCAL
+        prompt = self.script.tell_prompt(work) if is_local else None
         async for event in self._generate(work, position):
+            if prompt is not None and event.HasField("tokens"):
+                event.tokens.prompt_logprobs.CopyFrom(prompt)
+                prompt = None
             yield event
 
     async def _generate(self, work: types.WorkItem, position: int) -> AsyncIterator[decode_pb2.DecodeResponse]:

@@ -147,3 +147,19 @@ def test_min_tokens_wins_over_stop_strings() -> None:
     assert stream.push([2]) == "b"
     assert stream.matched_stop == "\n"
     assert stream.num_tokens == 3
+
+
+def test_an_echo_comes_first_as_one_text_with_the_output_and_is_not_searched() -> None:
+    pieces = one_byte_tokens()
+    echo, output = list("a stop 北".encode())[:-1], [*"北".encode()[2:], *b" end stop here"]
+    stream = TextStream(pieces, ["stop"], echo_ids=echo)
+    assert stream.push(output[:1]) == "a stop 北"
+    assert "".join(stream_all(stream, output[1:])) == " end "
+    assert stream.matched_stop == "stop"
+    assert stream.num_tokens == len(b"X end stop")
+
+
+def test_a_word_behind_an_echo_keeps_the_space_before_it() -> None:
+    pieces = words("▁Say", "▁it")
+    assert "".join(stream_all(TextStream(pieces, echo_ids=[0]), [1])) == "Say it"
+    assert "".join(stream_all(TextStream(pieces), [1])) == "it"

@@ -17,8 +17,15 @@ class TextStream:
     """
 
     def __init__(
-        self, pieces: Pieces, stop_strings: Iterable[str] = (), *, skip_special: bool = True, min_tokens: int = 0
+        self,
+        pieces: Pieces,
+        stop_strings: Iterable[str] = (),
+        *,
+        skip_special: bool = True,
+        min_tokens: int = 0,
+        echo_ids: Iterable[int] = (),
     ) -> None:
+        """`echo_ids` are tokens whose text comes first, as one with the output's; it is not searched."""
         self.matched_stop: str | None = None
         self.num_tokens = 0  # taken; those after a match are not
         self._reader = PieceReader(pieces, skip_special=skip_special)
@@ -26,10 +33,11 @@ class TextStream:
         self._stops = [_Stop(stop) for stop in stop_strings]
         self._min_tokens = min_tokens
         self._held = ""  # the start of a stop string, perhaps
+        self._echo = "".join(self._decoder.decode(self._reader.read(token_id)) for token_id in echo_ids)
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that has become final."""
-        parts: list[str] = []
+        parts, self._echo = [self._echo], ""
         for token_id in token_ids:
             if self.matched_stop is not None:
                 break
