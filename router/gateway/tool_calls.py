@@ -14,6 +14,7 @@ class ToolCallReader:
 
     def __init__(self, draw_id: Callable[[], str] = lambda: secrets.token_hex(12)) -> None:
         self._held = ""
+        self._is_after_call = False  # spaces and line ends there are no text
         self._draw_id = draw_id
 
     def push(self, text: str) -> tuple[str, list[Json]]:
@@ -21,6 +22,7 @@ class ToolCallReader:
         self._held += text
         parts: list[str] = []
         calls: list[Json] = []
+        self._skip_spaces()
         while (start := self._held.find(_OPEN)) >= 0:
             end = self._held.find(_CLOSE, start)
             if end < 0:
@@ -33,7 +35,8 @@ class ToolCallReader:
             self._held = self._held[end:]
             if call is not None:
                 calls.append(call)
-                self._held = self._held.lstrip()
+                self._is_after_call = True
+                self._skip_spaces()
         keep = _overlap(self._held)
         cut = len(self._held) - keep
         parts.append(self._held[:cut])
@@ -45,6 +48,11 @@ class ToolCallReader:
         held, self._held = self._held, ""
         call = self._call(held.removeprefix(_OPEN)) if held.startswith(_OPEN) else None
         return (held, []) if call is None else ("", [call])
+
+    def _skip_spaces(self) -> None:
+        if self._is_after_call:
+            self._held = self._held.lstrip()
+            self._is_after_call = not self._held
 
     def _call(self, text: str) -> Json | None:
         try:
