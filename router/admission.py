@@ -17,6 +17,7 @@ from pageferry.core.errors import (
 )
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.tenants import ANYBODY, Tenant
+from pageferry.router import conversation
 from pageferry.runtime.convert_work import sampling_from_proto
 from pageferry.text.tokenizer import Tokenizer
 from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRequest
@@ -169,17 +170,10 @@ class Admission:
         return await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
 
     async def _encode_chat(self, chat: ChatMessages) -> list[int]:
-        if not chat.messages:
-            raise invalid("chat.messages", [], "must hold at least one message")
-        self._check_bytes("chat", sum(len(message.content.encode()) for message in chat.messages))
-        for index, message in enumerate(chat.messages):
-            if not message.role:
-                raise invalid(f"chat.messages[{index}].role", "", "must not be empty")
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        if self._config.normalise_system:
-            _normalise_system(messages)
-        rendered = await self._tokenizer.template.render_async(messages)
-        return await self._encode("chat", rendered, add_special=False)
+        self._check_bytes("chat", conversation.num_bytes(chat))
+        template, normalise_system = self._tokenizer.template, self._config.normalise_system
+        text = await conversation.rendered(chat, template, normalise_system=normalise_system)
+        return await self._encode("chat", text, add_special=False)
 
     def _check_bytes(self, field: str, num_bytes: int) -> None:
         if num_bytes > self._config.max_prompt_bytes:
@@ -279,10 +273,3 @@ def _check_counts(stop: StopConditions) -> None:
     """What is wrong with the numbers themselves, before it is known how long the prompt is."""
     if stop.HasField("max_tokens"):
         StopParams(stop.max_tokens, stop.min_tokens)
-
-
-def _normalise_system(messages: list[dict[str, str]]) -> None:
-    """Even out system prompts that differ in outer whitespace or line ends only, so that they share pages."""
-    for message in messages:
-        if message["role"] == "system":
-            message["content"] = message["content"].replace("\r\n", "\n").replace("\r", "\n").strip()

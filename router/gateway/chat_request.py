@@ -26,7 +26,6 @@ _NEUTRAL = NEUTRAL | {
     "modalities": ["text"],
     "verbosity": "medium",
 }
-_GIVEN = ("messages", "tools")  # to a template, by fields of their own
 
 
 def parse_chat(body: bytes, unread: Unread) -> Parsed:
@@ -64,8 +63,6 @@ def _read_template(fields: Fields, chat: pb.ChatMessages) -> None:
         variables = {}
     if not isinstance(variables, dict):
         fields.refuse("chat_template_kwargs", f"is {kind_of(variables)}, must be an object")
-    if given := [name for name in _GIVEN if name in variables]:
-        fields.refuse("chat_template_kwargs", f"holds {given[0]}, which is a field of the body")
     if not begins_answer and not chat.continue_last:
         variables = variables | {"add_generation_prompt": False}
     if variables:

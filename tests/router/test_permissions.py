@@ -176,7 +176,7 @@ async def test_no_more_are_looked_at_than_may_be_live(
     async with door(tiny_model, path, "max_requests = 1") as to:
         asked, gate = asyncio.Event(), asyncio.Event()
 
-        async def render(messages: object) -> str:
+        async def render(messages: object, variables: object) -> str:
             asked.set()
             await gate.wait()
             return "Hello"

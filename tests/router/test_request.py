@@ -564,7 +564,7 @@ async def test_a_drain_waits_for_a_request_that_is_still_looked_at(rig: Make, mo
     async with rig() as router:
         asked, gate = asyncio.Event(), asyncio.Event()
 
-        async def render(messages: object) -> str:
+        async def render(messages: object, variables: object) -> str:
             asked.set()
             await gate.wait()
             return "Hello"

@@ -13,6 +13,7 @@ from functools import cached_property
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
 
@@ -23,8 +24,11 @@ _HOW_TO_SET = (
 _SCRIPT = Path(__file__).with_name("template_process.py")
 _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # nothing else of the router's, which has secrets in it
 _PATIENCE_S = 60.0  # for a process that neither answers nor dies; one that computes too long dies by itself
+_ALWAYS_SET = {"add_generation_prompt": True, "tools": None, "documents": None}  # as transformers does
 _KILLED = (-signal.SIGKILL, -signal.SIGTERM)
 _TOO_MUCH = "takes more processor time or memory than a template may"
+
+Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
@@ -49,15 +53,18 @@ class ChatTemplate:
                 problem = _TOO_MUCH
         return f"the model's chat template {problem}" if problem else ""
 
-    async def render_async(self, messages: Sequence[Mapping[str, str]]) -> str:
+    async def render_async(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
         """As `render`, without holding up the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.render, messages)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self.render, messages, variables)
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """Raises FailedPreconditionError without a template, InvalidArgumentError where the template refuses."""
+    def render(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
+        """The text up to where the answer begins, unless `variables` have `add_generation_prompt` false.
+
+        Raises FailedPreconditionError without a template, InvalidArgumentError where the template refuses.
+        """
         if self.problem:
             raise FailedPreconditionError(f"{self.problem}; {_HOW_TO_SET}", reason="NO_CHAT_TEMPLATE")
-        values = {"messages": [dict(message) for message in messages], "add_generation_prompt": add_generation_prompt}
+        values = {**_ALWAYS_SET, **(variables or {}), "messages": [dict(message) for message in messages]}
         with self._lock:
             reply = self._ask(values)
         if "refused" in reply:

@@ -60,7 +60,7 @@ class Tokenizer:
         return self.pieces.bytes_of(token_id).decode(errors="replace")
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        return self.template.render(messages, add_generation_prompt=add_generation_prompt)
+        return self.template.render(messages, {"add_generation_prompt": add_generation_prompt})
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:

@@ -143,7 +143,6 @@ def test_message_contents() -> None:
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "must be true"),
         ({"tools": [TOOL | {"function": {"name": "\ud800"}}]}, "tools[0].function.name", "surrogate"),
         ({"tools": [TOOL | {"function": {"name": "x", "y": "\ud800"}}]}, "tools", "surrogate"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "holds messages"),
         ({"continue_final_message": True}, "continue_final_message", "needs the last message to be the assistant's"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
