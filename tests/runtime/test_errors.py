@@ -132,6 +132,15 @@ def test_an_internal_error_of_the_peer_stays_one() -> None:
     assert type(from_rpc_error(rpc_error(grpc.StatusCode.INTERNAL, "logits are not numbers"))) is errors.InternalError
 
 
+def test_a_deadline_that_passed_here_is_told_without_the_transports_words() -> None:
+    none = grpc.aio.Metadata()
+    failed = grpc.aio.AioRpcError(
+        grpc.StatusCode.DEADLINE_EXCEEDED, none, none, details="Stream removed (Deadline Exceeded)"
+    )
+    error = from_rpc_error(failed)
+    assert (type(error), error.message) == (errors.DeadlineExceededError, "the deadline passed")
+
+
 def test_codes_that_have_no_class_of_their_own_are_internal() -> None:
     error = from_rpc_error(rpc_error(grpc.StatusCode.OUT_OF_RANGE, "too far"))
     assert (type(error), error.message) == (errors.InternalError, "too far")

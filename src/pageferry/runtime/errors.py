@@ -60,6 +60,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.PageferryError:
     info = next((info for info in _unpack(status, ErrorInfo) if info.domain == DOMAIN), None)
     if info is None and _is_broken_stream(code, message):
         return errors.UnavailableError(f"stream broken: {message}", reason="STREAM_BROKEN")
+    if info is None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        message = "the deadline passed"  # here, while the call ran; the transport's words are about its stream
     retry = next(_unpack(status, RetryInfo), None)
     violations = [violation for bad in _unpack(status, BadRequest) for violation in bad.field_violations]
     return _CLASSES.get(code.name, errors.InternalError)(
