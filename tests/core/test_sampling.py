@@ -77,6 +77,7 @@ def test_token_limits_are_checked() -> None:
             StopParams(max_tokens=5, min_tokens=min_tokens)
 
 
+@pytest.mark.field("vllm-project/vllm#21987", "vllm-project/vllm#4589", "vllm-project/vllm#5849")
 @pytest.mark.parametrize(
     ("output", "reason"),
     [

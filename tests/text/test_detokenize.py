@@ -38,6 +38,7 @@ def stream_all(stream: TextStream, token_ids: list[int]) -> list[str]:
     return [*(stream.push([token_id]) for token_id in token_ids), stream.finish()]
 
 
+@pytest.mark.field("waybarrios/vllm-mlx#109", "tenstorrent/tt-inference-server#2594", "exo-explore/exo#1691")
 def test_split_characters_come_whole() -> None:
     text = "😀 ďábel 北京 👩‍👩‍👧"
     parts = stream_all(TextStream(one_byte_tokens()), list(text.encode()))
@@ -64,6 +65,12 @@ def test_parts_join_to_the_decoded_whole(token_ids: list[int], sizes: list[int])
     assert "".join(parts) == pieces.decode(token_ids, skip_special=True) == library
 
 
+@pytest.mark.field(
+    "huggingface/transformers#22710",
+    "huggingface/transformers#28776",
+    "deepjavalibrary/djl-serving#1272",
+    "ml-explore/mlx-lm#1754",
+)
 @pytest.mark.parametrize("decoder", [SENTENCEPIECE, decoders.Metaspace()])
 @pytest.mark.parametrize(
     "tokens", [("▁Daen", "erys", "▁is", "▁the"), ("▁", "▁leading", "▁x"), ("▁", "x"), ("", "▁a"), ("▁▁a", "▁b")]
@@ -93,6 +100,7 @@ def test_special_tokens_are_hidden_unless_asked_for() -> None:
     assert shown == "<|end|>a<|end|>b<|end|>"
 
 
+@pytest.mark.field("SharpAI/SwiftLM#126", "huggingface/text-generation-inference#1254")
 @pytest.mark.parametrize(
     ("tokens", "stops", "parts", "matched"),
     [
@@ -141,6 +149,7 @@ def test_a_stop_string_never_leaks_however_the_text_is_split(text: str, stops: l
         assert joined == text[: end + negative_length]
 
 
+@pytest.mark.field("vllm-project/vllm#21987")
 def test_min_tokens_wins_over_stop_strings() -> None:
     stream = TextStream(texts("a", "\n", "b\n"), ["\n"], min_tokens=3)
     assert stream.push([0, 1]) == "a\n"
