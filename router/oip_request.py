@@ -14,8 +14,8 @@ from typing import TypeVar
 from pageferry.core.errors import InvalidArgumentError, NotFoundError
 from pageferry.oip import open_inference_pb2 as oip
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
-from pageferry.router.gateway.completion_request import parse_completion
-from pageferry.router.gateway.fields import Unread
+from pageferry.router.gateway.completion_request import read_completion
+from pageferry.router.gateway.fields import Fields, Unread
 from pageferry.router.gateway.strict_json import Json, decode_json, refuse, shown
 from pageferry.v1 import inference_pb2 as pb
 
@@ -70,25 +70,18 @@ def parse_infer(request: oip.ModelInferRequest, *, streams: bool) -> Inference:
     stream = _take_flag(fields, "stream", streams)
     if stream and not streams:
         refuse("stream", "needs the call ModelStreamInfer")
-    if (excluded := fields.pop("exclude_input_in_output", None)) is not None:
-        fields.setdefault("echo", not excluded)
+    if "exclude_input_in_output" in fields:
+        if "echo" in fields:
+            refuse("exclude_input_in_output", "is the contrary of echo; give one of them")
+        fields["echo"] = not _take_flag(fields, "exclude_input_in_output", True)
     _take_flag(fields, "triton_enable_empty_final_response", False)  # the last answer says that it is, if empty or not
     timeout_s = _take_timeout(fields)
     for name, why in _NOT_HERE.items():
         if name in fields:
             refuse(name, why, reason="UNSUPPORTED_FIELD")
-    generate = _completion(fields | {"prompt": text})
+    (generate,) = read_completion(Fields(fields | {"prompt": text}, Unread())).requests
     generate.model, generate.request_id = request.model_name, request.id
     return Inference(generate, stream, timeout_s, _outputs(request), bool(request.raw_input_contents))
-
-
-def _completion(fields: Json) -> pb.GenerateRequest:
-    try:
-        body = json.dumps(fields).encode()
-    except RecursionError:
-        refuse("parameters", "are nested too deeply")
-    (generate,) = parse_completion(body, Unread()).requests
-    return generate
 
 
 def check_version(model: str, version: str) -> None:

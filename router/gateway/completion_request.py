@@ -16,7 +16,11 @@ _NEUTRAL = NEUTRAL | {"add_special_tokens": True, "suffix": ""}
 
 def parse_completion(body: bytes, unread: Unread) -> Parsed:
     """Raises InvalidArgumentError."""
-    fields = Fields(decode_json(body), unread)
+    return read_completion(Fields(decode_json(body), unread))
+
+
+def read_completion(fields: Fields) -> Parsed:
+    """The same of fields that came in another form."""
     request = read_generation(fields)
     if not request.stop.HasField("max_tokens"):
         request.stop.max_tokens = _DEFAULT_MAX_TOKENS

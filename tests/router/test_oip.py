@@ -179,6 +179,25 @@ async def test_a_stream_may_end_with_an_errors_status(tiny_model: Path) -> None:
         await router.check_idle()
 
 
+async def test_several_answers_to_one_request(tiny_model: Path) -> None:
+    async with serving(tiny_model) as (router, stub, _):
+        whole = await stub.ModelInfer(ask(n=2))
+        assert texts_of(whole) == [TEXT] * 2
+        assert texts_of(whole, "finish_reason") == ["length"] * 2
+        assert whole.parameters["completion_tokens"].int64_param == 2 * len(TOKENS)
+        texts, ended = ["", ""], []
+        answers = [response.infer_response async for response in stub.ModelStreamInfer(iter([ask(n=2)]))]
+        for answer in answers[:-1]:
+            choice = answer.parameters["choice"].int64_param
+            assert choice not in ended
+            texts[choice] += "".join(texts_of(answer))
+            ended += [choice for reason in texts_of(answer, "finish_reason") if reason == "length"]
+        assert texts == [TEXT] * 2
+        assert sorted(ended) == [0, 1]
+        assert answers[-1].parameters["triton_final_response"].bool_param
+        await router.check_idle()
+
+
 @pytest.mark.parametrize("how", ["parameters", "tensors", "sampling_parameters"])
 async def test_parameters_are_fields_of_a_completion(tiny_model: Path, how: str) -> None:
     given: dict[str, Any] = {"temperature": 0.5, "top_k": 7, "seed": 11, "min_tokens": 1, "ignore_eos": True}
@@ -219,6 +238,8 @@ async def test_parameters_are_fields_of_a_completion(tiny_model: Path, how: str)
         ({"max_tokens": "many"}, "max_tokens is a string, must be a whole number"),
         ({"stream": True}, "stream needs the call ModelStreamInfer"),
         ({"stream": 1}, "stream must be true or false"),
+        ({"exclude_input_in_output": "no"}, "exclude_input_in_output must be true or false"),
+        ({"exclude_input_in_output": True, "echo": False}, "exclude_input_in_output is the contrary of echo"),
         ({"logprobs": 1}, "logprobs is not answered over this protocol"),
         ({"prompt": "a"}, "prompt is the tensor text_input"),
         ({"timeout": -1}, "timeout must be a whole number of microseconds"),
