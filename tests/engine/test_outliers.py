@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engines import load, logits_of, sequence
+from engines import Generation, load, logits_of, sequence
 from safetensors.torch import load_file, save_file
 from tiny_model import write_tiny_model
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
+from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.plan import SampleFailure
 from pageferry.engine.load import load_engine
 
 PROMPT = [4 + (index * index * 31 + index * 7) % 300 for index in range(512)]
@@ -89,3 +91,31 @@ def test_what_will_break_is_said_at_start(bias: int, page_format: str, warned: b
     found = [line for line in lines if line.startswith("warning: layer")]
     assert len(found) == warned
     assert not warned or "use k=fp32, or k=int8:channel:asym" in found[0]
+
+
+@pytest.mark.field("vllm-project/vllm#14126", "EricLBuehler/mistral.rs#2051", "vllm-project/vllm#48231")
+@pytest.mark.parametrize(
+    ("page_format", "overflows"),
+    [("fp16", True), ("k=int8,v=int8:channel", True), ("k=fp16,v=bf16", True), ("bf16", False), ("fp32", False)],
+)
+def test_keys_beyond_fp16_are_told_at_start_and_fail_a_request_by_name(
+    page_format: str, overflows: bool, tmp_path: Path
+) -> None:
+    """Activations of 7e4: nobody gets token 0 for ever."""
+    model = biased(tmp_path, 7e4)
+    lines: list[str] = []
+    config = EngineConfig(model=str(model), page_format=page_format, num_pages=8, threads=1, compute_dtype="fp32")
+    engine = load_engine(config, SchedulerConfig(), progress=lines.append)
+    assert any("has key biases of 70000, and fp16" in line for line in lines) is overflows
+    generation = Generation(engine, [sequence(range(4, 44), 0, 4)])
+    generation.prefill()
+    (sample,) = generation.results[0]
+    assert isinstance(sample, SampleFailure) is overflows
+    if isinstance(sample, SampleFailure):
+        assert "not finite numbers" in sample.message
+
+
+@pytest.mark.field("vllm-project/vllm#14126")
+def test_nothing_is_computed_in_fp16() -> None:
+    with pytest.raises(InvalidArgumentError, match="compute_dtype is 'fp16', must be one of auto, fp32, bf16"):
+        EngineConfig(compute_dtype="fp16")

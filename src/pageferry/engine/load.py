@@ -91,7 +91,7 @@ def load_engine(
             loader.available_bytes(),
             staging_bytes if on_processor else 0,
         )
-        if warning := key_warning(limited, tensors, layout.format.k):
+        if warning := key_warning(limited, tensors, layout.format):
             progress(warning)
         factors = tensors.load(ROPE_FACTORS) if ROPE_FACTORS in tensors.shapes else None
         rotary = inverse_frequencies(limited, factors), context_limit(limited.max_positions, layout, memory.num_pages)
