@@ -80,6 +80,19 @@ def test_every_end_id_of_model_and_generation_config_counts() -> None:
     assert from_hf({}, eos_token_id=None).eos_ids == ()
 
 
+def test_every_end_id_of_a_gguf_counts_and_control_tokens_that_are_known_ends() -> None:
+    tokens = ["<|endoftext|>", "<s>", "</s>", "a", "<|eot_id|>", "<|im_end|>"]
+    types = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3, 3, 3, 1, 3, 1]}
+    lists = {"tokenizer.ggml.eos_token_ids": [2, 9], "tokenizer.ggml.eom_token_id": 8}
+    assert from_gguf(lists | types).eos_ids == (2, 9, 7, 8, 0, 4)
+
+
+@pytest.mark.parametrize("eos", ["2", True, [2, "3"], 2.0])
+def test_end_ids_that_are_none_are_refused(eos: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"generation_config\.json: eos_token_id is .*, must be a token id"):
+        from_hf({"eos_token_id": eos})
+
+
 @pytest.mark.field("Blaizzy/mlx-vlm#1710", "huggingface/text-generation-inference#816", "vllm-project/vllm#10293")
 def test_rope_is_read_in_both_spellings() -> None:
     llama3 = {

@@ -21,7 +21,7 @@ def test_the_packaged_model_is_found() -> None:
     files = resolve_model("smollm2")
     config = load_config_of(files)
     assert (files.name, files.kind, config.name, config.num_layers) == ("smollm2", "gguf", "smollm2", 30)
-    assert (config.head_dim, config.num_kv_heads, config.vocab_size, config.eos_ids) == (64, 3, 49152, (2,))
+    assert (config.head_dim, config.num_kv_heads, config.vocab_size, config.eos_ids) == (64, 3, 49152, (2, 0))
 
 
 def test_a_directory_and_a_file(tiny_model: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ VOCABULARY = {
     "tokenizer.ggml.tokens": ["<s>", "</s>", "a", "b", "ab", "Ġ"],
     "tokenizer.ggml.token_type": [3, 3, 1, 1, 1, 4],
     "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.scores": [0.0, 0.0, -1.0, -2.0, -3.0, -4.0],
     "tokenizer.ggml.bos_token_id": 0,
     "tokenizer.ggml.eos_token_id": 1,
     "tokenizer.ggml.add_bos_token": True,

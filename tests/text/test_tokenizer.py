@@ -47,7 +47,7 @@ def test_packaged_model_splits_digits_one_by_one(smollm2: Tokenizer) -> None:
         "in", " ", "2", "0", "2", "4", " and", "  ", "1", "2",
     ]  # fmt: skip
     assert smollm2.encode("Hi") == [26843]
-    assert smollm2.eos_ids == (2,)
+    assert smollm2.eos_ids == (2, 0)
 
 
 def test_packaged_model_adds_no_bos_as_its_file_says(smollm2: Tokenizer) -> None:
@@ -113,6 +113,7 @@ async def test_a_long_text_does_not_hold_up_other_threads(smollm2: Tokenizer) ->
         ("smollm", "a 123", ["a", " ", "1", "2", "3"]),
         ("llama-bpe", "1234", ["123", "4"]),
         ("qwen2", "1234", ["1", "2", "3", "4"]),
+        ("tekken", "a123", ["a", "1", "2", "3"]),
     ],
 )
 def test_pre_decides_how_digits_are_split(pre: str, text: str, pieces: list[str]) -> None:
@@ -123,7 +124,7 @@ def test_pre_decides_how_digits_are_split(pre: str, text: str, pieces: list[str]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "tokenizer.ggml.model is 'llama', only gpt2"),
+        ({"model": "bert"}, r"tokenizer.ggml.model is 'bert', supported are gpt2 \(byte-level BPE\) and llama"),
         ({"pre": "foo"}, "tokenizer.ggml.pre is 'foo', supported are default, gpt-2, smollm"),
         ({"tokens": []}, "tokenizer.ggml.tokens is 'list', must be a list of texts"),
         ({"bos_token_id": 1000}, "bos_token_id is 1000, must be from 0 to 259"),
@@ -140,13 +141,35 @@ def test_an_unknown_vocabulary_is_refused(changes: dict[str, object], message: s
         ({"merges": ["12"]}, "tokenizer.ggml.merges is '12', must be two tokens that are one token together"),
         ({"merges": ["1 \0"]}, "tokenizer.ggml.merges is"),
         ({"merges": ["1 2", "1 3"]}, "tokenizer.ggml.merges is '1 3'"),
-        ({"token_type": [1, 3]}, "tokenizer.ggml.token_type is '2 numbers', must be one number for each of 260 tokens"),
+        ({"token_type": [1, 3]}, "tokenizer.ggml.token_type is '2 values', must be one number for each of 260 tokens"),
         ({"token_type": 3}, "tokenizer.ggml.token_type is 3"),
+        ({"token_type": ["a"] * 260}, "tokenizer.ggml.token_type is '260 values', must be one number for each"),
+        ({"model": "llama"}, "tokenizer.ggml.scores is None, must be one number for each of 260 tokens"),
     ],
 )
 def test_a_broken_vocabulary_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         GgufVocabulary(byte_level_metadata(**changes)).build()
+
+
+def test_pre_that_is_missing_is_the_architectures() -> None:
+    metadata = {"general.architecture": "qwen2"} | byte_level_metadata()
+    assert (GgufVocabulary(metadata).pre, GgufVocabulary(byte_level_metadata()).pre) == ("qwen2", "default")
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("Don't STOPnow", ["Don", "'t", " STOPnow"]),
+        ("aBC 2024/x", ["a", "BC", " ", "2", "0", "2", "4", "/x"]),
+        ("x //\n\n  y", ["x", " //\n\n", " ", " y"]),
+        ("日本語テキスト", ["日本語テキスト"]),
+    ],
+)
+def test_tekken_splits_where_its_expression_does(text: str, pieces: list[str]) -> None:
+    split = GgufVocabulary(byte_level_metadata(pre="tekken")).build().pre_tokenizer
+    assert split is not None
+    assert [text[start:end] for _, (start, end) in split.pre_tokenize_str(text)] == pieces
 
 
 def test_bos_is_added_where_the_file_or_its_kind_says_so() -> None:

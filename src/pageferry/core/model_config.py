@@ -11,6 +11,9 @@ from pageferry.core.rope import RopeScaling, gguf_rope, hf_rope
 
 HF_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_CONTROL = 3  # of tokenizer.ggml.token_type
+# What llama.cpp takes for the end of a turn or of a text, whichever of them the file names.
+_GGUF_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>")
 _MAX_HEAD_DIM = 512
 _MAX_LAYERS = 1000
 
@@ -111,7 +114,12 @@ class ModelConfig:
             qk_norm=architecture == "qwen3",
             sliding_window=_hf_window(fields, architecture),
             bos_id=fields.whole_or_none("bos_token_id"),
-            eos_ids=_eos_ids((generation_config or {}).get("eos_token_id"), config.get("eos_token_id")),
+            eos_ids=_eos_ids(
+                {
+                    "generation_config.json: eos_token_id": (generation_config or {}).get("eos_token_id"),
+                    "config.json: eos_token_id": config.get("eos_token_id"),
+                }
+            ),
         )
 
     @classmethod
@@ -150,18 +158,31 @@ class ModelConfig:
             qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
             sliding_window=fields.whole_or_none("attention.sliding_window") or None,
             bos_id=general.whole_or_none("tokenizer.ggml.bos_token_id"),
-            eos_ids=_eos_ids(*(file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))),
+            eos_ids=_gguf_eos_ids(file.metadata),
         )
 
 
-def _eos_ids(*sources: object) -> tuple[int, ...]:
+def _eos_ids(sources: Mapping[str, object]) -> tuple[int, ...]:
     """All ids that end a text, from values that are an id, a list of ids or None; the first source's come first."""
     found: dict[int, None] = {}
-    for source in sources:
-        for token_id in source if isinstance(source, list) else [source]:
-            if isinstance(token_id, int):
-                found[token_id] = None
+    for name, source in sources.items():
+        for token_id in source if isinstance(source, list) else [] if source is None else [source]:
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise invalid(name, source, "must be a token id, or a list of such")
+            found[token_id] = None
     return tuple(found)
+
+
+def _gguf_eos_ids(metadata: Mapping[str, object]) -> tuple[int, ...]:
+    """Those that the file names, and those of its control tokens that are known to end a turn or a text."""
+    names = [f"tokenizer.ggml.{kind}" for kind in ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")]
+    named = {name: metadata.get(name) for name in names}
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    known: list[int] = []
+    if isinstance(tokens, list) and isinstance(types, list):
+        pairs = enumerate(zip(tokens, types, strict=False))
+        known = [index for index, (token, kind) in pairs if kind == _CONTROL and token in _GGUF_ENDS]
+    return _eos_ids(named | {"known": known})
 
 
 def _hf_window(fields: Fields, architecture: str) -> int | None:
