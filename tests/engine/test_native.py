@@ -93,6 +93,7 @@ def test_every_format_and_group_gives_torchs_logits_in_any_chunks(
     assert (result - expected).norm() < LIMIT * expected.norm()
 
 
+@pytest.mark.field("vllm-project/vllm#17524", "vllm-project/vllm#5898", "vllm-project/vllm#51187")
 @needs_library
 @pytest.mark.parametrize("page_format", ["fp32", "bf16", "int8", "int4:channel:asym", "k=int8:channel,v=int4"])
 def test_bits_do_not_depend_on_chunks_company_or_threads(tiny_gguf: Path, page_format: str) -> None:

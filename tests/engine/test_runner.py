@@ -59,6 +59,7 @@ def test_batch_mates_change_nothing(tiny_model: Path, page_format: str) -> None:
     assert generate(engine, [2, 0, 3], sampling=seeded)[0] == generate(engine, [2], sampling=seeded)[0]
 
 
+@pytest.mark.field("vllm-project/vllm#17524", "vllm-project/vllm#5898", "vllm-project/vllm#51187")
 def test_a_seeded_sequence_is_the_same_among_others_in_any_order_and_in_any_chunks(tiny_model: Path) -> None:
     engine = load(tiny_model, num_pages=80)
 
@@ -144,6 +145,7 @@ class FailingModel:
         return logits
 
 
+@pytest.mark.field("vllm-project/vllm#14126", "EricLBuehler/mistral.rs#2051", "vllm-project/vllm#48231")
 def test_bad_logits_at_one_step_fail_one_of_four(tiny_model: Path) -> None:
     engine = load(tiny_model)
     good = generate(engine, [0, 1, 2, 3], num_steps=4)
@@ -253,6 +255,7 @@ def _token(samples: Samples) -> int:
     return sample.token_id
 
 
+@pytest.mark.field("vllm-project/vllm#14126", "EricLBuehler/mistral.rs#2051", "vllm-project/vllm#48231")
 @pytest.mark.parametrize("page_format", BAD_FORMATS)
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 def test_activations_that_are_not_numbers_fail_their_sequence_alone(

@@ -108,6 +108,7 @@ def test_temperature_sharpens_and_flattens() -> None:
     assert abs(share - 0.16 / (0.16 + 0.09 + 0.0225 + 0.01 + 0.0025)) < 0.03
 
 
+@pytest.mark.field("vllm-project/vllm#17524", "vllm-project/vllm#5898", "vllm-project/vllm#51187")
 def test_a_seeded_draw_depends_on_no_batch_mate_and_no_order() -> None:
     """Alone, and with 15 others in three orders: the same token and log-probabilities."""
     mates = rows(15, seed=1)
@@ -195,6 +196,7 @@ def test_uniform_numbers_are_fixed_and_even() -> None:
     assert all(abs(deciles[decile] - 1000) < 150 for decile in range(10))
 
 
+@pytest.mark.field("vllm-project/vllm#14126", "EricLBuehler/mistral.rs#2051", "vllm-project/vllm#48231")
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 0, "num_logprobs": 2}, {}])
 def test_a_row_of_bad_numbers_fails_alone(bad: float, params: dict[str, Any]) -> None:

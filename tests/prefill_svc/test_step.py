@@ -172,6 +172,7 @@ def test_what_waits_past_its_deadline_is_never_computed() -> None:
     assert bench.is_idle()
 
 
+@pytest.mark.field("vllm-project/vllm#14126", "EricLBuehler/mistral.rs#2051", "vllm-project/vllm#48231")
 def test_a_failed_draw_fails_its_own_sequence_alone() -> None:
     bench = Bench(chunk_tokens=8 * B)
     bench.runner.failures["bad", 0] = "logits are not numbers"

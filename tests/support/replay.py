@@ -129,9 +129,13 @@ class Replay:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
+    def script(self, token_ids: Sequence[int]) -> None:
+        """What workers say from now on."""
+        self.rig.prefill.script = self.rig.decode.script = Script([*token_ids])
+
     async def ask(self, way: str, token_ids: Sequence[int], *, batch: int = 1, **fields: Any) -> Said:
         """What a client gets of the tokens, `batch` in a message between services."""
-        self.rig.prefill.script = self.rig.decode.script = Script([*token_ids])
+        self.script(token_ids)
         self.rig.decode.batch = batch
         fields = {"max_tokens": len(token_ids)} | fields
         match way.split():

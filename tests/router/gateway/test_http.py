@@ -87,6 +87,7 @@ async def test_streamed_completion() -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
+@pytest.mark.field("sgl-project/sglang#4097")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_logprob_of_minus_infinity_is_null(stream: bool) -> None:
     scripted = fake.token(0, 10, -0.5, [(10, -0.5), (12, -math.inf)])
