@@ -6,11 +6,13 @@ For each kind of cache: one full group, window and sinks beside it, a window alo
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import (
+    initialize,
     precondition,
     rule,
     run_state_machine_as_test,
 )
-from scheduler_machine import KINDS, PAGE_SIZE, SchedulerMachine
+from scheduler_machine import CONFIGS, KINDS, PAGE_SIZE, SchedulerMachine
+from scheduling import sequence
 
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import InvalidArgumentError
@@ -18,6 +20,7 @@ from pageferry.core.plan import Plan
 from pageferry.core.pools import PagePools
 from pageferry.core.preemption import max_positions
 from pageferry.core.prefill_scheduler import PrefillScheduler
+from pageferry.core.sampling import BeamParams, EarlyStopping
 from pageferry.core.sequence import Sequence, SequenceStatus
 
 
@@ -70,7 +73,8 @@ class DecodeMachine(SchedulerMachine):
     @rule(data=st.data(), with_first=st.booleans())
     def activate(self, data: st.DataObject, with_first: bool) -> None:
         one = data.draw(st.sampled_from(self.receiving()))
-        self.driver.receive(one, with_first=with_first and one not in self.driver.model.failing)
+        has_first = with_first and one not in self.driver.model.failing and one.work.beam is None
+        self.driver.receive(one, with_first=has_first)
 
     def receiving(self) -> list[Sequence]:
         return [one for one in self.live if one.status is SequenceStatus.RECEIVING]
@@ -79,7 +83,7 @@ class DecodeMachine(SchedulerMachine):
         prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1 or not chunk.samples]
         assert sum(chunk.num_tokens for chunk in prompts) <= self.config.local_chunk_tokens
         check_page_ends(plan, self.config.local_chunk_tokens)
-        assert not {chunk.sequence for chunk in plan.chunks} & {
+        assert not {chunk.sequence.owner for chunk in plan.chunks} & {
             one for one in plan.preempted if one.status is not SequenceStatus.RUNNING
         }
         assert len(plan.chunks) <= self.config.max_num_seqs
@@ -97,10 +101,44 @@ class DecodeMachine(SchedulerMachine):
             assert len(tokens) == len(expected)
 
 
+class BeamMachine(DecodeMachine):
+    """Mostly beam searches, in pools that hold a few of them."""
+
+    @initialize(
+        config=CONFIGS,
+        max_num_seqs=st.integers(3, 9),
+        num_pages=st.lists(st.integers(8, 30), min_size=3, max_size=3),
+        num_tails=st.integers(3, 9),
+    )
+    def start(self, config: dict[str, float], max_num_seqs: int, num_pages: list[int], num_tails: int) -> None:
+        self.begin({**config, "max_num_seqs": max_num_seqs, "max_waiting": 6}, num_pages, num_tails)
+
+    def make_sequence(self, data: st.DataObject) -> Sequence:
+        plain = super().make_sequence(data)
+        width = data.draw(st.integers(0, 4))
+        if width == 0:
+            return plain
+        early_stopping = data.draw(st.sampled_from(EarlyStopping))
+        return sequence(
+            plain.work.prompt_ids,
+            max_tokens=plain.work.stop.max_tokens,
+            priority=plain.work.priority,
+            arrival=plain.arrival,
+            deadline=plain.deadline,
+            beam=BeamParams(width, data.draw(st.sampled_from([0.0, 1.0])), early_stopping),
+            stop_token_ids=data.draw(st.sampled_from([(), range(0, 64, 9)])),
+        )
+
+    def fits(self, one: Sequence) -> bool:
+        return one.num_slots <= self.config.max_num_seqs and super().fits(one)
+
+
 def check_page_ends(plan: Plan, budget: int) -> None:
     for chunk in plan.chunks:
         end = chunk.start + chunk.num_tokens
-        assert chunk.samples or end % PAGE_SIZE == 0 or budget < PAGE_SIZE or chunk.start % PAGE_SIZE
+        is_beams_last = chunk.sequence.root is not None and chunk.sequence.num_remaining == chunk.num_tokens + 1
+        is_end = chunk.samples or is_beams_last or end % PAGE_SIZE == 0
+        assert is_end or budget < PAGE_SIZE or chunk.start % PAGE_SIZE
 
 
 SETTINGS = settings(
@@ -114,7 +152,7 @@ SETTINGS = settings(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("machine", [PrefillMachine, DecodeMachine])
+@pytest.mark.parametrize("machine", [PrefillMachine, DecodeMachine, BeamMachine])
 @pytest.mark.field("vllm-project/vllm#9342")
 def test_machine(machine: type[SchedulerMachine], kind: str) -> None:
     run_state_machine_as_test(type(f"{machine.__name__}_{kind}", (machine,), {"kind": kind}), settings=SETTINGS)

@@ -7,6 +7,7 @@ still read, shared in the wrong place or not blanked fails an assertion in the m
 
 from collections import defaultdict
 
+from pageferry.core.beam import BeamSearch, Hypothesis, num_candidates
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.plan import Plan, SampledToken, SampleFailure, Samples, StepResult
@@ -73,8 +74,11 @@ class ChainModel:
         return StepResult(tuple(samples))
 
     def sample(self, sequence: Sequence) -> SampledToken | SampleFailure:
-        if sequence in self.failing:
+        if sequence.owner in self.failing:
             return SampleFailure("logits are not numbers")
+        if sequence.work.beam is not None:
+            likely = candidates(self.chain(sequence)[-1], sequence.work)
+            return SampledToken(likely[0][0], top=likely)
         return SampledToken(_draw(self.chain(sequence)[-1], sequence.num_output))
 
     def receive(self, sequence: Sequence, expected: dict[PageKey, Place]) -> None:
@@ -128,3 +132,27 @@ class ChainModel:
     def _tail(self, sequence: Sequence, group: int) -> Place:
         assert sequence.tail is not None
         return Place(group, sequence.tail, is_tail=True)
+
+
+def candidates(value: int, work: WorkItem) -> tuple[tuple[int, float], ...]:
+    """Continuations of a beam, likeliest first; often equal tokens after different beams, some of them stop ids."""
+    num = num_candidates(work)
+    likely = {(value // 3 + 5 * rank) % 64: 0.0 for rank in range(num)}
+    values = {token_id: -0.01 - (value // (token_id + 1) % 997) / 300 for token_id in likely}
+    return tuple(sorted(values.items(), key=lambda item: -item[1]))
+
+
+def golden_beams(work: WorkItem) -> tuple[Hypothesis, ...]:
+    """The hypotheses, without any scheduler."""
+    assert work.beam is not None
+    search = BeamSearch(work.beam, work.stop)
+    while not search.is_over:
+        search.advance([candidates(_chained((*work.prompt_ids, *beam.token_ids)), work) for beam in search.running])
+    return tuple(search.hypotheses)
+
+
+def _chained(token_ids: tuple[int, ...]) -> int:
+    value = 0
+    for token_id in token_ids:
+        value = _value(value, token_id)
+    return value

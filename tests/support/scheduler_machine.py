@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from chain_model import golden
+from chain_model import golden, golden_beams
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -69,6 +69,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         config=CONFIGS, num_pages=st.lists(st.integers(1, 12), min_size=3, max_size=3), num_tails=st.integers(1, 5)
     )
     def start(self, config: dict[str, float], num_pages: list[int], num_tails: int) -> None:
+        self.begin(config, num_pages, num_tails)
+
+    def begin(self, config: dict[str, float], num_pages: list[int], num_tails: int) -> None:
         self.config = SchedulerConfig(**config)  # type: ignore[arg-type]
         pools = PagePools(self.layout, num_pages[: len(self.layout.groups)], num_tails)
         self.driver = Driver(self.make_scheduler(pools), pools, self.layout)
@@ -80,8 +83,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fits(self, one: Sequence) -> bool:
         """Whether each pool is large enough for the sequence alone."""
         num_positions, num_chunk = self.most_positions(one)
-        pairs = zip(self.layout.groups, self.driver.pools.groups, strict=True)
-        return all(group.most_live(num_positions, num_chunk, PAGE_SIZE) <= pool.num_pages for group, pool in pairs)
+        num_shared = (one.num_slots - 1) * (one.num_prompt // PAGE_SIZE)
+        tails = self.driver.pools.tails
+        return (tails is None or one.num_slots <= tails.num_pages) and all(
+            one.num_slots * group.most_live(num_positions, num_chunk, PAGE_SIZE)
+            <= pool.num_pages + num_shared * (group.window is None)
+            for group, pool in zip(self.layout.groups, self.driver.pools.groups, strict=True)
+        )
 
     def make_sequence(self, data: st.DataObject) -> Sequence:
         lifetime = data.draw(st.none() | st.floats(0.001, 0.02))
@@ -174,11 +182,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.live = [one for one in self.live if one not in self.driver.ended]
             for one in self.live:
                 assert one.status is not SequenceStatus.FINISHED
-                assert one.status is not SequenceStatus.WAITING or (one.tables, one.num_computed) == ([], 0)
+                waits_with = (one.tables, one.beams, one.num_computed)
+                assert one.status is not SequenceStatus.WAITING or waits_with == ([], [], 0)
 
     @invariant()
     def sequences_hold_what_they_need_and_no_more(self) -> None:
-        holders = [one for one in self.live if one.tables]
+        holders = [member for one in self.live for member in one.members if member.tables]
         owners = Counter(place for one in holders for place in held_places(one))
         for one in holders:
             for number, (group, table) in enumerate(zip(self.layout.groups, one.tables, strict=True)):
@@ -192,13 +201,15 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert held >= needed
                     assert group.window is None or held <= allowed
                 if group.window is not None:
-                    assert len(held) <= self.driver.scheduler.tables.claims._promised[one][number]
+                    promised = self.driver.scheduler.tables.claims._promised[one.owner][number]
+                    assert len(held) <= promised // one.num_slots
                 for page in table[done // PAGE_SIZE :]:
-                    assert page == NO_PAGE or owners[Place(number, page)] == 1, "somebody else has what is written to"
+                    is_alone = one.root is not None or owners[Place(number, page)] == 1  # beams copy as they write
+                    assert page == NO_PAGE or is_alone, "somebody else has what is written to"
         if hasattr(self, "driver"):
             assert sum(one.tail is not None for one in holders) == len(holders) * bool(self.layout.tails)
-            promised = self.driver.scheduler.tables.claims._num_promised
-            assert all(num <= pool.num_pages for num, pool in zip(promised, self.driver.pools.groups, strict=True))
+            num_promised = self.driver.scheduler.tables.claims._num_promised
+            assert all(num <= pool.num_pages for num, pool in zip(num_promised, self.driver.pools.groups, strict=True))
 
     @invariant()
     def figures_are_not_negative(self) -> None:
@@ -235,6 +246,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for one in self.live:
             ended = self.driver.ended[one]
             assert (ended.failure == "") == (one not in self.driver.model.failing)
+            if one.work.beam is not None and not ended.failure:
+                assert ended.hypotheses == golden_beams(one.work)
         for one, tokens in self.driver.outputs.items():
             expected = golden(one.work)[len(one.work.output_ids) :]
             assert tokens == expected[: len(tokens)]

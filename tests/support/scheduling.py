@@ -15,7 +15,7 @@ from pageferry.core.plan import Ended, Output, Plan, SampleFailure
 from pageferry.core.pool import PagePool
 from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
-from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sampling import BeamParams, SamplingParams, StopParams
 from pageferry.core.sequence import Sequence, SequenceStatus, WorkItem
 
 _names = count()
@@ -40,14 +40,17 @@ def sequence(
     priority: int = 0,
     deadline: float | None = None,
     output_ids: tuple[int, ...] = (),
+    beam: BeamParams | None = None,
+    stop_token_ids: Iterable[int] = (),
 ) -> Sequence:
     work = WorkItem(
         f"request-{next(_names)}",
         tuple(prompt_ids),
         SamplingParams(),
-        StopParams(max_tokens),
+        StopParams(max_tokens, stop_token_ids=frozenset(stop_token_ids)),
         output_ids=output_ids,
         priority=priority,
+        beam=beam,
     )
     return Sequence(work, arrival, deadline)
 

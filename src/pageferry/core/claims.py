@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence as ListLike
 from dataclasses import dataclass
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError
+from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
 from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.pool import PageId
 from pageferry.core.pools import PagePools
@@ -58,6 +58,8 @@ class Claims:
     def num_spare(self, sequence: Sequence) -> int:
         """Pages that it holds in each full group beyond those of its tokens."""
         needed = self._last_index(sequence) + 1
+        if sequence.beams:
+            return 0
         return min((len(sequence.tables[number]) for number in self._full), default=needed) - needed
 
     def has_more_room(self, num_tokens: int) -> bool:
@@ -66,19 +68,28 @@ class Claims:
             -(-num_tokens // self._page_size) < self._pools.groups[number].num_available for number in self._full
         )
 
-    def check_fits(self, num_tokens: int, *, what: str) -> None:
-        """Raise InvalidArgumentError, with both numbers, where a group's whole pool could not hold this many tokens."""
+    def check_fits(self, num_tokens: int, *, what: str, num_beams: int = 1, num_shared: int = 0) -> None:
+        """Raise InvalidArgumentError, with both numbers, where a group's whole pool could not hold this many tokens.
+
+        In each of `num_beams`, of which the first `num_shared` tokens are the same.
+        """
+        num_spared = (num_beams - 1) * (num_shared // self._page_size)  # pages of full groups
         for group, pool in zip(self._groups, self._pools.groups, strict=True):
             needed, limit = group.most_live(num_tokens, self._chunk_tokens, self._page_size), pool.num_pages
+            needed = num_beams * needed - (num_spared if group.window is None else 0)
             if needed > limit:
                 is_full = group.window is None
                 where = f" of layers {group}" if len(self._groups) > 1 or not is_full else ""
                 chunks = "" if is_full else f" in chunks of {self._chunk_tokens}"
                 reach = f", for {limit * self._page_size} tokens" if is_full else ""
-                lacks = f"{needed} pages{where}, for {num_tokens} tokens{chunks}; the pool has {limit}{reach}"
+                beams = f" in each of {num_beams} beams" if num_beams > 1 else ""
+                lacks = f"{needed} pages{where}, for {num_tokens} tokens{beams}{chunks}; the pool has {limit}{reach}"
                 text = f"{what} needs {lacks}"
                 violations = (FieldViolation("prompt_ids", text),)
                 raise InvalidArgumentError(f"prompt_ids: {text}", reason="EXCEEDS_POOL", violations=violations)
+        if self._pools.tails is not None and num_beams > self._pools.tails.num_pages:
+            most = f"must be at most {self._pools.tails.num_pages}, the open pages of the pool"
+            raise invalid("beam.width", num_beams, most, reason="EXCEEDS_POOL")
 
     def num_cached(self, sequence: Sequence) -> int:
         """How many of its tokens need no computing as the prefix cache stands; takes nothing."""
@@ -95,13 +106,13 @@ class Claims:
         if self._is_hit_whole(sequence):
             matched = self.prefix.pages(sequence, num_pages, (num_pages - 1) * self._page_size)
             num_new = [1 + num_spare * (group.window is None) for group in self._groups]
-            claim = self._claim(matched, num_new, num_positions, copies_last=True)
+            claim = self._claim(sequence, matched, num_new, num_positions, copies_last=True)
             if not self.is_lacking(claim):
                 return claim
             # No room for both the last pages and their copies: then those pages are computed anew.
         num_hit = self.prefix.num_hit(sequence, num_pages - 1)
         num_new = [(num_pages - num_hit + num_spare) * (group.window is None) for group in self._groups]
-        return self._claim(self.prefix.pages(sequence, num_hit), num_new, num_positions)
+        return self._claim(sequence, self.prefix.pages(sequence, num_hit), num_new, num_positions)
 
     def to_receive(self, sequence: Sequence, num_positions: int, num_spare: int = 0) -> Claim:
         """What receiving the sequence's pages takes: the last one always comes from the sender.
@@ -114,7 +125,8 @@ class Claims:
         for group in self._groups:
             live = group.live_at_end(len(sequence.token_ids), self._page_size)
             num_new.append(sum(index >= num_hit for index in live) + num_spare * (group.window is None))
-        return self._claim(self.prefix.pages(sequence, num_hit, last * self._page_size), num_new, num_positions)
+        matched = self.prefix.pages(sequence, num_hit, last * self._page_size)
+        return self._claim(sequence, matched, num_new, num_positions)
 
     def is_lacking(self, claim: Claim, num_kept_free: int = 0) -> bool:
         """Whether it can't be taken, or not with so many pages of each full group left."""
@@ -130,13 +142,11 @@ class Claims:
         for number, num in enumerate(self._promised.pop(sequence, ())):
             self._num_promised[number] -= num
 
-    def growth_lacking(self, sequence: Sequence) -> Counts:
-        """What the next position lacks in full groups, as a claim has it."""
+    def growth_lacking(self, growth: ListLike[int]) -> Counts:
+        """What so many pages of each pool lack in full groups, and of tails, as a claim has it."""
         counts = [0] * (len(self._pools.all) + len(self._groups))
-        num_pages = sequence.num_computed // self._page_size + 1
-        for number in self._full:
-            num = num_pages - len(sequence.tables[number]) - self._pools.groups[number].num_available
-            counts[number] = max(0, num)
+        for number in (*self._full, *range(len(self._groups), len(self._pools.all))):
+            counts[number] = max(0, growth[number] - self._pools.all[number].num_available)
         return tuple(counts)
 
     def freed_by(self, sequences: Iterable[Sequence], kept: Claim | None) -> Iterator[tuple[Sequence, Counts]]:
@@ -159,7 +169,13 @@ class Claims:
             yield sequence, tuple(freed)
 
     def _claim(
-        self, matched: tuple[list[PageId], ...], num_new: list[int], num_positions: int, *, copies_last: bool = False
+        self,
+        sequence: Sequence,
+        matched: tuple[list[PageId], ...],
+        num_new: list[int],
+        num_positions: int,
+        *,
+        copies_last: bool = False,
     ) -> Claim:
         num_tails = [1] if self._pools.tails is not None else []
         lacking = [
@@ -171,7 +187,7 @@ class Claims:
         for number, (group, pool) in enumerate(zip(self._groups, self._pools.groups, strict=True)):
             at_once = sum(page != NO_PAGE for page in matched[number]) + num_new[number]
             most = max(at_once, group.most_live(num_positions, self._chunk_tokens, self._page_size))
-            promised.append(0 if group.window is None else most)
+            promised.append(0 if group.window is None else most * sequence.num_slots)  # for each of its beams
             lacking.append(promised[number] + self._num_promised[number] - pool.num_pages)
         return Claim(matched, (*num_new, *num_tails), tuple(promised), tuple(lacking), copies_last)
 
@@ -195,7 +211,11 @@ def places(tables: Iterable[ListLike[PageId]], start: int = 0, end: int | None =
                 yield Place(number, page)
 
 
-def held_places(sequence: Sequence) -> list[Place]:
-    """All that it holds; of its tail one place alone."""
+def held_places(sequence: Sequence, *, with_beams: bool = True) -> list[Place]:
+    """All that it holds, and each of its beams; of a tail one place alone."""
     held = list(places(sequence.tables))
-    return held if sequence.tail is None else [*held, Place(0, sequence.tail, is_tail=True)]
+    if sequence.tail is not None:
+        held.append(Place(0, sequence.tail, is_tail=True))
+    for beam in sequence.beams if with_beams else ():
+        held += held_places(beam)
+    return held

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable
 from functools import partial
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import is_not
 
+from pageferry.core.beam_groups import BeamGroups
 from pageferry.core.claims import Claim
 from pageferry.core.config import SchedulerConfig
+from pageferry.core.errors import invalid
 from pageferry.core.layout import CacheLayout
 from pageferry.core.plan import Chunk, Emitted, Ended, Output, Plan, SampledToken, StepResult
 from pageferry.core.pools import PagePools
@@ -24,21 +26,29 @@ class DecodeScheduler(Scheduler):
     running sequences behind the one in need are preempted: they give all pages back, wait at the front of their
     priority, and are recomputed, prompt and output, without emitting anything again. A sequence with nobody behind it
     sits the step out. For a slot or pages of newcomers only sequences of lower priority are preempted.
+
+    A beam search takes a slot for each of its beams, which are stepped, preempted and dropped together.
     """
 
     def __init__(self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout) -> None:
         super().__init__(config, pools, layout, config.local_chunk_tokens)  # those that wait are in `waiting_order`
         self._prefill = LocalPrefill(config, self.tables)
+        self._beams = BeamGroups(self.tables)
         self._running: SequenceQueue = SequenceQueue()  # by priority, arrival
         self._receiving: set[Sequence] = set()
         self._preempted: list[Sequence] = []  # since the last plan
         self._lacks_room = False  # whether the first that waits did, at the last step
 
     @property
+    def num_running(self) -> int:
+        """Slots that are taken."""
+        return sum(sequence.num_slots for sequence in self._running)
+
+    @property
     def queued_prompt_tokens(self) -> int:
         """Tokens to compute before the sequences here can decode, cached ones of those that wait included."""
         waiting = sum(len(sequence.token_ids) for sequence in self._waiting)
-        return waiting + sum(sequence.num_remaining - 1 for sequence in self._running)
+        return waiting + sum(one.num_remaining - 1 for sequence in self._running for one in sequence.members)
 
     @property
     def least_priority(self) -> int | None:
@@ -65,7 +75,8 @@ class DecodeScheduler(Scheduler):
         self._check_fits(sequence)
         if self._goes_after_waiting(sequence):
             return False
-        num_taken = len(self._receiving) + self._waiting.num_up_to(waiting_order(sequence))
+        before = islice(self._waiting, self._waiting.num_up_to(waiting_order(sequence)))
+        num_taken = self._num_receiving + sum(other.num_slots for other in before)
         claim = self._make_room(sequence, num_taken, reserved=True)
         if claim is None:
             return False
@@ -95,9 +106,10 @@ class DecodeScheduler(Scheduler):
         self._grow()
         self._admit()
         chunks = [
-            Chunk(sequence, sequence.num_computed, 1, samples=True)
+            Chunk(one, one.num_computed, 1, samples=True)
             for sequence in self._running
-            if sequence.num_remaining == 1 and self.tables.cover(sequence, sequence.num_computed + 1)
+            if all(one.num_remaining == 1 for one in sequence.members) and self.tables.cover_next(sequence)
+            for one in sequence.members
         ]
         chunks += self._prefill.chunks(self._running)
         self._is_blocked = not chunks
@@ -110,6 +122,11 @@ class DecodeScheduler(Scheduler):
         """Record what the plan's run gave. Sequences that ended hold no pages any more."""
         return self._emit(end_step(plan, result, self.tables), now)
 
+    @property
+    def _num_receiving(self) -> int:
+        """Slots of those that are received."""
+        return sum(sequence.num_slots for sequence in self._receiving)
+
     def _next_work(self, now: float) -> float | None:
         if not self._running and not self._waiting:
             return None
@@ -119,32 +136,38 @@ class DecodeScheduler(Scheduler):
         emitted: list[Emitted] = []
         ended = []
         for one in drawn:
+            if one.candidates:
+                end = self._beams.take(one.sequence, one.candidates)
+                if end is not None:
+                    end.sequence.first_token_time = now
+                    ended.append(end)
+                    self._end(end.sequence)
+                continue
             emitted += one.emitted
             if one.emitted and one.sequence.first_token_time is None:
                 one.sequence.first_token_time = now
             if one.reason is not None or one.failure:
-                ended.append(Ended(one.sequence, one.reason, one.failure))
-                self._end(one.sequence)
+                ended.append(Ended(one.sequence.owner, one.reason, one.failure))
+                self._end(one.sequence.owner)
         return Output(tuple(emitted), tuple(ended))
 
     def _grow(self) -> None:
         """Give each sequence that needs it pages for its next position, as far as there are any."""
         for sequence in list(self._running):
-            end = sequence.num_computed + 1
-            if sequence.status is not SequenceStatus.RUNNING or self.tables.cover(sequence, end):
+            if sequence.status is not SequenceStatus.RUNNING or self.tables.cover_next(sequence):
                 continue
-            lacking = self.tables.claims.growth_lacking(sequence)
+            lacking = self.tables.next_lacking(sequence)
             behind = takewhile(partial(is_not, sequence), reversed(self._running))
             if any(lacking):
                 self._preempt(choose_victims(self.tables, behind, lacking))
-                self.tables.cover(sequence, end)
+                self.tables.cover_next(sequence)
 
     def _admit(self) -> None:
         """Start those that wait, in their order, as far as slots, pages and the step's prompt tokens go."""
         self._lacks_room = False
         while self._waiting and self._prefill.has_room_for(self._waiting.head, self._running):
             sequence = self._waiting.head
-            claim = self._make_room(sequence, num_taken=len(self._receiving))
+            claim = self._make_room(sequence, self._num_receiving)
             if claim is None:
                 self._lacks_room = True
                 break
@@ -158,7 +181,7 @@ class DecodeScheduler(Scheduler):
         None, with nothing changed, where that isn't enough.
         """
         claim = self._claim(sequence, reserved)
-        num_slots = len(self._running) + num_taken + 1 - self._config.max_num_seqs
+        num_slots = self.num_running + num_taken + sequence.num_slots - self._config.max_num_seqs
         num_kept_free = margin(sequence, self._running, self.tables, self._config.headroom_pages)
         if num_slots <= 0 and not self.tables.claims.is_lacking(claim, num_kept_free):
             return claim
@@ -170,7 +193,8 @@ class DecodeScheduler(Scheduler):
         return self._claim(sequence, reserved) if victims else None
 
     def _claim(self, sequence: Sequence, reserved: bool) -> Claim:
-        num_spare = min(self._config.headroom_pages, num_growth(sequence, self.tables))
+        num_wanted = self._config.headroom_pages + self._beams.num_apart(sequence)
+        num_spare = min(num_wanted, num_growth(sequence, self.tables))
         make = self.tables.claims.to_receive if reserved else self.tables.claims.to_compute
         return make(sequence, max_positions(sequence), num_spare)
 
@@ -178,6 +202,7 @@ class DecodeScheduler(Scheduler):
         for victim in victims:
             self._running.remove(victim)
             self.tables.release(victim)
+            self._beams.preempted(victim)
             victim.num_computed = 0
             victim.num_preemptions += 1
             victim.status = SequenceStatus.WAITING
@@ -191,9 +216,13 @@ class DecodeScheduler(Scheduler):
         return self._lacks_room or self._waiting.head.num_preemptions > 0
 
     def _check_fits(self, sequence: Sequence) -> None:
-        stop = sequence.work.stop
+        stop, num_beams = sequence.work.stop, sequence.num_slots
+        if num_beams > self._config.max_num_seqs:
+            raise invalid("beam.width", num_beams, f"must be at most max_num_seqs, {self._config.max_num_seqs}")
         what = f"a prompt of {sequence.num_prompt} tokens with max_tokens {stop.max_tokens}"
-        self.tables.claims.check_fits(max_positions(sequence), what=what)
+        self.tables.claims.check_fits(
+            max_positions(sequence), what=what, num_beams=num_beams, num_shared=sequence.num_prompt
+        )
 
     def _run(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.RUNNING
@@ -206,5 +235,6 @@ class DecodeScheduler(Scheduler):
                 queue.remove(sequence)
         self._receiving.discard(sequence)
         self.tables.release(sequence)
+        self._beams.end(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._lacks_room = self._is_blocked = False

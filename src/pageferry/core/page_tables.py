@@ -5,9 +5,10 @@ Those of a window group are promised when a sequence starts, as many as it can c
 chunk by chunk, and gives those behind the window back at the end of the step.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
-from pageferry.core.claims import Claim, Claims, held_places, places
+from pageferry.core.claims import Claim, Claims, Counts, held_places, places
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.pool import PageId
@@ -19,6 +20,7 @@ class PageTables:
     """Gives sequences their pages and takes them back. One per scheduler, which owns the pools' thread.
 
     Only full pages are ever shared, and a chunk starts behind them: so that a sequence writes to no page of another's.
+    But for beams: they share their open pages and tails too, each of which is copied before the next one writes to it.
     Pages released while a step is in flight return to the pools when it ends. `chunk_tokens` are the most that a
     sequence computes in a step.
     """
@@ -30,7 +32,7 @@ class PageTables:
         self._has_windows = any(group.window is not None for group in layout.groups)
         self._in_step = False
         self._deferred: list[Place] = []
-        self._copies: list[tuple[Place, Place]] = []
+        self._copies: dict[Place, Place] = {}  # of each target its source, to which the copy holds a reference
 
     @property
     def page_size(self) -> int:
@@ -55,9 +57,7 @@ class PageTables:
         sequence.tables = [page_table(matched) for matched in claim.matched]
         for number, (group, table, pages) in enumerate(zip(self._layout.groups, sequence.tables, new, strict=True)):
             if claim.copies_last:
-                source = Place(number, table.pop())
-                self._copies.append((source, Place(number, pages[0])))
-                self._deferred.append(source)  # our reference outlives the copy
+                self._copies[Place(number, pages[0])] = Place(number, table.pop())  # with our reference
             table.extend(self._spread(group, len(sequence.token_ids), len(table), pages) if reserved else pages)
         self.claims.promise(sequence, claim)
         sequence.num_computed = min(len(claim.matched[0]) * self.page_size, len(sequence.token_ids) - 1)
@@ -70,6 +70,8 @@ class PageTables:
         For those of window groups, which were promised, that is only while transfers in flight hold such pages.
         """
         num_pages = self.num_pages(end)
+        if sequence.root is not None:
+            return self._cover_apart([(sequence, end)])
         if len(min(sequence.tables, key=len)) >= num_pages:  # as mostly: a page is lacking once in page_size steps
             return True
         pairs = list(zip(self._pools.groups, sequence.tables, strict=True))
@@ -78,6 +80,28 @@ class PageTables:
         for pool, table in pairs:
             table.extend(pool.allocate(max(0, num_pages - len(table))) or ())
         return True
+
+    def cover_next(self, sequence: Sequence) -> bool:
+        """`cover` the next position, of a beam search in all of its beams, or in none."""
+        if not sequence.beams:
+            return self.cover(sequence, sequence.num_computed + 1)
+        return self._cover_apart([(beam, beam.num_computed + 1) for beam in sequence.beams])
+
+    def next_lacking(self, sequence: Sequence) -> Counts:
+        """What `cover_next` lacks in full groups, and of tails, as a claim has it."""
+        wanted = [(one, one.num_computed + 1) for one in sequence.members]
+        return self.claims.growth_lacking(self._growth(wanted, self._shared_open(sequence.beams)))
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Give a new beam, whose tokens begin with all that the parent has computed, a reference to each of its pages.
+
+        Pages beyond those, which the parent has for its growth, stay with it.
+        """
+        num_pages = self.num_pages(parent.num_computed)
+        child.tables = [page_table(table[:num_pages]) for table in parent.tables]
+        child.tail, child.page_hashes = parent.tail, list(parent.page_hashes)
+        child.num_computed = parent.num_computed
+        self._pools.acquire(held_places(child))
 
     def slide(self, sequence: Sequence) -> None:
         """Give back the pages behind the windows of what is still to compute."""
@@ -93,11 +117,17 @@ class PageTables:
         self._give_back(behind)
 
     def release(self, sequence: Sequence) -> None:
-        """Give all its pages back."""
-        held = held_places(sequence)
-        sequence.tables, sequence.tail = [], None
+        """Give all its pages back, and its beams' ones."""
         self.claims.forgo(sequence)
-        self._give_back(held)
+        for one in (sequence, *sequence.beams):
+            self.give_up(one)
+
+    def give_up(self, sequence: Sequence) -> None:
+        """Give back the pages that it holds itself; what it was promised stays its own."""
+        held = held_places(sequence, with_beams=False)
+        sequence.tables, sequence.tail = [], None
+        undone = [self._copies.pop(place) for place in held if place in self._copies] if self._copies else []
+        self._give_back(held + undone)
 
     def expected(self, sequence: Sequence) -> dict[PageKey, Place]:
         """The pages that a reserved sequence's sender fills: those live at the prompt's end and not cached."""
@@ -141,13 +171,65 @@ class PageTables:
     def begin_step(self) -> tuple[tuple[Place, Place], ...]:
         """A step with these copies (source, target) starts."""
         self._in_step = True
-        copies, self._copies = tuple(self._copies), []
-        return copies
+        copies, self._copies = self._copies, {}
+        self._deferred += copies.values()
+        return tuple(
+            (source._replace(group=group), target._replace(group=group))
+            for target, source in copies.items()
+            for group in (range(len(self._layout.groups)) if target.is_tail else (target.group,))
+        )
 
     def end_step(self) -> None:
         self._in_step = False
         self._pools.release(self._deferred)
         self._deferred = []
+
+    def _cover_apart(self, wanted: list[tuple[Sequence, int]]) -> bool:
+        """`cover` beams up to their ends, in pages that they can write to. False, with nothing changed, if it can't."""
+        shared = self._shared_open([beam for beam, _ in wanted])
+        growth = self._growth(wanted, shared)
+        if any(num > pool.num_available for pool, num in zip(self._pools.all, growth, strict=True)):
+            return False
+        for beam, place in shared:
+            (page,) = self._pools.of(place).allocate(1) or (NO_PAGE,)
+            if place.is_tail:
+                beam.tail = page
+            else:
+                beam.tables[place.group][beam.num_computed // self.page_size] = page
+            self._copies[place._replace(page=page)] = place  # with the beam's reference
+        for beam, end in wanted:
+            for pool, table in zip(self._pools.groups, beam.tables, strict=True):
+                table.extend(pool.allocate(max(0, self.num_pages(end) - len(table))) or ())
+        return True
+
+    def _shared_open(self, beams: list[Sequence]) -> list[tuple[Sequence, Place]]:
+        """The open pages and tails that others hold too; where all holders are among `beams`, the last keeps it."""
+        taken = Counter(self._copies.values())  # references of copies that are to be made
+        shared = []
+        for beam in beams:
+            for place in self._open_places(beam):
+                if self._pools.of(place).ref_count(place.page) - taken[place] > 1:
+                    taken[place] += 1
+                    shared.append((beam, place))
+        return shared
+
+    def _open_places(self, sequence: Sequence) -> Iterator[Place]:
+        """What holds a part of the page that it writes to next."""
+        if sequence.num_computed % self.page_size:
+            index = sequence.num_computed // self.page_size
+            yield from places(sequence.tables, index, index + 1)
+        if sequence.tail is not None:
+            yield Place(0, sequence.tail, is_tail=True)
+
+    def _growth(self, wanted: list[tuple[Sequence, int]], copied: list[tuple[Sequence, Place]]) -> list[int]:
+        """Pages of each pool that sequences lack up to their ends, and that copies take."""
+        counts = [0] * len(self._pools.all)
+        for sequence, end in wanted:
+            for number, table in enumerate(sequence.tables):
+                counts[number] += max(0, self.num_pages(end) - len(table))
+        for _, place in copied:
+            counts[-1 if place.is_tail else place.group] += 1
+        return counts
 
     def _spread(self, group: CacheGroup, num_tokens: int, first: int, pages: list[PageId]) -> list[PageId]:
         """The table from index `first` on in which `pages` lie where they are live at the end, and behind it."""

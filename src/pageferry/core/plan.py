@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from pageferry.core.beam import Hypothesis
 from pageferry.core.layout import Place
 from pageferry.core.sequence import FinishReason, Sequence
 
@@ -39,7 +40,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A drawn token; `logprob` and `top` (likeliest first) only where asked for."""
+    """A drawn token; `logprob` and `top` (likeliest first) only where asked for.
+
+    For a beam search nothing is drawn: `top` are the candidates to go on with, the likeliest of which is the token.
+    """
 
     token_id: int
     logprob: float | None = None
@@ -86,6 +90,7 @@ class Ended:
     sequence: Sequence
     reason: FinishReason | None = None
     failure: str = ""
+    hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search, best first
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def choose_victims(
     is_enough = False
     for candidate, freed in tables.claims.freed_by(candidates, kept):
         chosen.append(candidate)
-        is_enough = _covers(freed, lacking) and len(chosen) >= num_slots
+        is_enough = _covers(freed, lacking) and _num_slots(chosen) >= num_slots
         if is_enough:
             break
     if not is_enough:
@@ -44,9 +44,13 @@ def choose_victims(
     for candidate in reversed(chosen[:-1]):
         rest = [other for other in chosen if other is not candidate]
         *_, (_, freed) = tables.claims.freed_by(rest, kept)
-        if len(rest) >= num_slots and _covers(freed, lacking):
+        if _num_slots(rest) >= num_slots and _covers(freed, lacking):
             chosen = rest
     return chosen
+
+
+def _num_slots(sequences: list[Sequence]) -> int:
+    return sum(sequence.num_slots for sequence in sequences)
 
 
 def _covers(freed: Counts, lacking: Counts) -> bool:
@@ -76,4 +80,6 @@ def max_positions(sequence: Sequence) -> int:
 
 def num_growth(sequence: Sequence, tables: PageTables) -> int:
     """Pages that a sequence may come to need beyond those of its tokens."""
-    return tables.num_pages(max_positions(sequence)) - tables.num_pages(len(sequence.token_ids))
+    num_now, num_shared = len(sequence.token_ids), len(sequence.token_ids) // tables.page_size
+    num_each = tables.num_pages(max_positions(sequence)) - num_shared
+    return num_shared + sequence.num_slots * num_each - tables.num_pages(num_now)

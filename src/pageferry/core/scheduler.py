@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 
+from pageferry.core.beam import Candidates
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import CacheLayout, Place
 from pageferry.core.page_tables import PageTables
@@ -92,12 +93,14 @@ def prompt_chunk(
 
     It ends with a page or with the tokens, so that whole pages can be shipped. Where the budget doesn't reach the end
     of a page, a chunk that is first in its plan ends anywhere, and another is left for a later step. With
-    `final_tokens`, a chunk more than twice as long doesn't end the prompt: so many are left for one more chunk.
+    `final_tokens`, a chunk more than twice as long doesn't end the prompt: so many are left for one more chunk. Of a
+    beam the last token is left for the step that all beams take.
     """
-    start, end = sequence.num_computed, min(len(sequence.token_ids), sequence.num_computed + budget)
-    if end == len(sequence.token_ids) and end - start > 2 * final_tokens > 0:
+    last = len(sequence.token_ids) - (sequence.root is not None)
+    start, end = sequence.num_computed, min(last, sequence.num_computed + budget)
+    if end == last and end - start > 2 * final_tokens > 0:
         end -= final_tokens
-    if end < len(sequence.token_ids):
+    if end < last:
         aligned = end - end % tables.page_size
         if aligned <= start and not is_first:
             return None
@@ -125,6 +128,7 @@ class Drawn:
 
     sequence: Sequence
     emitted: tuple[Emitted, ...] = ()
+    candidates: Candidates = ()  # instead, of a beam search
     reason: FinishReason | None = None
     failure: str = ""
 
@@ -133,12 +137,14 @@ def take_samples(sequence: Sequence, samples: Samples) -> Drawn:
     """Append the tokens, up to one that ends the sequence."""
     if isinstance(samples, SampleFailure):
         return Drawn(sequence, failure=samples.message)
+    if sequence.work.beam is not None:
+        return Drawn(sequence, candidates=samples[-1].top)
     emitted = []
     for token in samples:
         emitted.append(Emitted(sequence, sequence.num_output, token))
         sequence.append(token.token_id)
         if (reason := sequence.finish_reason()) is not None:
-            return Drawn(sequence, tuple(emitted), reason)
+            return Drawn(sequence, tuple(emitted), reason=reason)
     return Drawn(sequence, tuple(emitted))
 
 
@@ -203,4 +209,4 @@ class LocalPrefill:
 
 
 def _prompts(running: Iterable[Sequence]) -> list[Sequence]:
-    return [sequence for sequence in running if sequence.num_remaining > 1]
+    return [one for sequence in running for one in sequence.members if one.num_remaining > 1]

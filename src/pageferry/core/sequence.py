@@ -57,6 +57,8 @@ class Sequence:
     page `tables[group][p // page_size]`, or where the format has tails and that page isn't full, in `tail`. Tables of
     window groups end with the last page taken, and pages behind the window are NO_PAGE. A sequence that is ready to
     decode has `num_computed == len(token_ids) - 1`.
+
+    A beam search's has `beams` once its prompt is computed: they hold all pages then, and are stepped in its place.
     """
 
     work: WorkItem
@@ -73,12 +75,29 @@ class Sequence:
     num_steps: int = 0
     first_scheduled: float | None = None
     first_token_time: float | None = None
+    root: "Sequence | None" = None  # whose beam it is
+    beams: "list[Sequence]" = field(default_factory=list)  # best first
     _counts: TokenCounts | None = None  # once they have been asked for
 
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = [*self.work.prompt_ids, *self.work.output_ids]
         self.tables = [page_table(pages) for pages in self.tables]
+
+    @property
+    def owner(self) -> "Sequence":
+        """The request's own: itself, unless it is a beam."""
+        return self.root or self
+
+    @property
+    def members(self) -> "list[Sequence]":
+        """Those that are stepped for it."""
+        return self.beams or [self]
+
+    @property
+    def num_slots(self) -> int:
+        """How many of the sequences that run at once it counts for."""
+        return 1 if self.work.beam is None else self.work.beam.width
 
     @property
     def num_prompt(self) -> int:

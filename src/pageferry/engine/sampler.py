@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pageferry.core.beam import num_candidates
 from pageferry.core.plan import SampledToken, SampleFailure
 from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import Sequence
@@ -58,6 +59,9 @@ class Sampler:
         for row, one in enumerate(rows):
             if token_ids[row] < 0:
                 results.append(SampleFailure(f"logits of position {one.position} are not finite numbers"))
+                continue
+            if one.sequence.work.beam is not None:
+                results.append(_continuations(numbers[row], one))
                 continue
             if is_adjusted(one.sequence):
                 token_ids[row] = _adjust(numbers[row], one)
@@ -208,6 +212,22 @@ def _adjust(row: Floats, one: SampleRow) -> int:
     if one.position < stop.min_tokens:
         row[list(stop.stop_token_ids)] = -np.inf
     return int(row.argmax())
+
+
+def _continuations(row: Floats, one: SampleRow) -> SampledToken | SampleFailure:
+    """A beam's likeliest ones: log-probabilities are taken first and adjusted then, as transformers does."""
+    with np.errstate(all="ignore"):
+        largest = row.max()
+        row -= largest + np.log(np.exp(row - largest).sum(dtype=np.float64)).astype(np.float32)
+    if is_adjusted(one.sequence):
+        _adjust(row, one)
+    num = min(num_candidates(one.sequence.work), len(row))
+    ids = np.sort(np.argpartition(-row, num - 1)[:num])
+    ids = ids[np.argsort(-row[ids], kind="stable")]
+    top = tuple(pair for pair in zip(ids.tolist(), row[ids].tolist(), strict=True) if pair[1] > -math.inf)
+    if not top:
+        return SampleFailure(f"no token may follow at position {one.position}")
+    return SampledToken(top[0][0], top=top)
 
 
 def _counts(one: SampleRow) -> tuple[Ids, Ids]:
