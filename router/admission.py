@@ -1,6 +1,5 @@
 """Whether a request can be served at all, and what it then asks of the workers: checked before any work is done."""
 
-import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,15 +11,14 @@ from pageferry.core.errors import (
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
-    ResourceExhaustedError,
     invalid,
 )
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.tenants import ANYBODY, Tenant
-from pageferry.router import conversation
+from pageferry.router.prompts import Prompts, check_ids
 from pageferry.runtime.convert_work import sampling_from_proto
 from pageferry.text.tokenizer import Tokenizer
-from pageferry.v1.inference_pb2 import ChatMessages, GenerateRequest, TokenizeRequest
+from pageferry.v1.inference_pb2 import GenerateRequest, TokenizeRequest
 from pageferry.v1.types_pb2 import StopConditions
 
 MAX_STOP_STRINGS = 16
@@ -28,8 +26,6 @@ MAX_STOP_CHARACTERS = 4096
 MAX_CHOICES = 16
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_MODEL_CHARACTERS = 128  # of a name that is not known, in the message that says so
-# Texts above this are tokenised on another thread, so that the event loop's streams don't wait.
-_OFF_LOOP_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,7 @@ class Admission:
         self.model = model
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._config = config
+        self._prompts = Prompts(tokenizer, vocab_size, config)
         self._limits = limits
         self._defaults = defaults
         self._clock = clock
@@ -102,11 +98,11 @@ class Admission:
         if request.echo and request.HasField("chat"):
             raise invalid("echo", True, "must not be set with chat, whose text is the template's")
         sampling = sampling_from_proto(request.sampling, {"seed": secrets.randbits(64), **self._defaults})
-        self._check_ids("stop.stop_token_ids", request.stop.stop_token_ids)
+        check_ids("stop.stop_token_ids", request.stop.stop_token_ids, self._vocab_size)
         _check_stop_strings(request.stop_strings)
         _check_counts(request.stop)
         began = self._clock()
-        prompt_ids = await self._prompt_ids(request)
+        prompt_ids = await self._prompts.of_generate(request)
         tokenize_s = self._clock() - began
         request_id = request.request_id or secrets.token_hex(8)
         stop = self._stop(request.stop, len(prompt_ids), tenant.max_pages, num_choices)
@@ -131,61 +127,13 @@ class Admission:
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Ids of the text, or of the rendered conversation; the same as `admit` would use."""
         self.check_model(request.model)
-        match request.WhichOneof("input"):
-            case "text":
-                return await self._encode("text", request.text)
-            case "chat":
-                return await self._encode_chat(request.chat)
-            case _:
-                raise invalid("input", None, "must be text or chat")
+        return await self._prompts.of_tokenize(request)
 
     def check_model(self, name: str) -> None:
         if name not in ("", self.model):
             raise NotFoundError(
                 f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served, but {self.model!r} is", reason="MODEL_NOT_FOUND"
             )
-
-    async def _prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        match request.WhichOneof("input"):
-            case "prompt":
-                ids = await self._encode("prompt", request.prompt)
-            case "chat":
-                ids = await self._encode_chat(request.chat)
-            case "token_ids":
-                ids = list(request.token_ids.ids)
-                self._check_ids("token_ids", ids)
-            case _:
-                raise invalid("input", None, "must be prompt, chat or token_ids")
-        if not ids:
-            raise invalid(str(request.WhichOneof("input")), "", "must hold at least one token")
-        return tuple(ids)
-
-    async def _encode(self, field: str, text: str, *, add_special: bool = True) -> list[int]:
-        if not text:
-            raise invalid(field, text, "must not be empty")
-        num_bytes = len(text.encode())
-        self._check_bytes(field, num_bytes)
-        if num_bytes <= _OFF_LOOP_BYTES:
-            return self._tokenizer.encode(text, add_special=add_special)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special=add_special)
-
-    async def _encode_chat(self, chat: ChatMessages) -> list[int]:
-        self._check_bytes("chat", conversation.num_bytes(chat))
-        template, normalise_system = self._tokenizer.template, self._config.normalise_system
-        text = await conversation.rendered(chat, template, normalise_system=normalise_system)
-        return await self._encode("chat", text, add_special=False)
-
-    def _check_bytes(self, field: str, num_bytes: int) -> None:
-        if num_bytes > self._config.max_prompt_bytes:
-            description = f"is {num_bytes} bytes, the limit is {self._config.max_prompt_bytes}"
-            raise ResourceExhaustedError(
-                f"{field} {description}", reason="PROMPT_TOO_LARGE", violations=(FieldViolation(field, description),)
-            )
-
-    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            wrong = next(id_ for id_ in ids if not 0 <= id_ < self._vocab_size)
-            raise invalid(field, wrong, f"must be token ids from 0 to {self._vocab_size - 1}")
 
     def _stop(self, stop: StopConditions, num_prompt: int, max_pages: int, num_choices: int) -> StopParams:
         max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
