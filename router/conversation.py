@@ -23,12 +23,12 @@ async def rendered(chat: ChatMessages, template: ChatTemplate, *, normalise_syst
     if not chat.continue_last:
         return await template.render_async(messages, variables)
     mark = secrets.token_hex(16)
-    messages[-1]["content"] += mark
+    messages[-1]["content"] += mark + " "
     whole = await template.render_async(messages, variables | {"add_generation_prompt": False})
-    text, found, _ = whole.partition(mark)
+    text, found, after = whole.partition(mark)
     if not found or messages[-1]["role"] != "assistant":
         raise _wrong("chat.continue_last", "needs a last message that is the assistant's, and a template that shows it")
-    return text
+    return text if after.startswith(" ") else text.rstrip()  # a template that strips messages strips this one too
 
 
 def num_bytes(chat: ChatMessages) -> int:

@@ -73,6 +73,17 @@ async def test_variables_reach_the_template(show_all: ChatTemplate) -> None:
     assert (values["x"], values["add"]) == (["é"], False)
 
 
+@pytest.mark.parametrize("strips", [False, True])
+@pytest.mark.parametrize("content", ["Hel", "Hello  ", "<user>hi</>"])
+async def test_a_last_message_is_continued_as_by_transformers(content: str, strips: bool) -> None:
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = TURNS.replace("m.content", "m.content | trim") if strips else TURNS
+    messages = [USER, {"role": "assistant", "content": content}]
+    (theirs,), _ = utils.render_jinja_template([messages], chat_template=source, continue_final_message=True)
+    ours = await rendered(chat_of(*messages, continue_last=True), ChatTemplate(source, {}), normalise_system=True)
+    assert ours == theirs
+
+
 @pytest.mark.parametrize("content", ["Hel", "", "Hello  ", "<user>hi</>"])
 async def test_a_last_message_is_continued(turns: ChatTemplate, content: str) -> None:
     chat = chat_of(USER, {"role": "assistant", "content": content}, continue_last=True)
