@@ -1,4 +1,5 @@
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -22,6 +23,7 @@ from pageferry.core.errors import (
     UnavailableError,
     invalid,
 )
+from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 
 
 @asynccontextmanager
@@ -70,6 +72,90 @@ async def test_logprobs() -> None:
     async with serving(fake.started(), fake.delta("x", scripted), fake.finished()) as (client, _):
         (token,) = (await client.generate("a", logprobs=2).result()).tokens
     assert (token.logprob, token.top) == (-0.5, ((10, -0.5), (12, -2.0)))
+
+
+async def test_options_become_the_fields_of_the_contract() -> None:
+    async with serving() as (client, service):
+        tool = {"type": "function", "function": {"name": "é"}}
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        messages = [
+            {"role": "user", "content": "hi", "name": "ann"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "12", "tool_call_id": "c"},
+            {"role": "assistant", "content": "The"},
+        ]
+        of_chat = {"tools": [tool], "template_variables": {"x": 1}, "continue_last": True}
+        counts = {"n": 2, "best_of": 4, "max_repeats": 3, "prompt_logprobs": 0, "profile": "quality"}
+        await client.generate(messages, **of_chat, **counts, bad_words="no", logit_bias={7: -100}).result()
+        await client.generate("a", echo=True, json_schema={"type": "object"}, bad_words=["a", "b"]).result()
+        await client.generate("a", beam_width=3, length_penalty=0.5, early_stopping="never").result()
+        for grammar in ({"json_schema": "{}"}, {"json_object": True}, {"regex": "a+"}, {"lark": "start: /a/"}):
+            await client.generate("a", **grammar).result()
+        await client.generate("a", choices=["yes", "no"], regex=None, json_object=False).result()
+    chat, text, beam, *grammars = service.frontend.requests
+    assert [(m.role, m.content, m.name, m.tool_call_id) for m in chat.chat.messages] == [
+        ("user", "hi", "ann", ""),
+        ("assistant", "", "", ""),
+        ("tool", "12", "", "c"),
+        ("assistant", "The", "", ""),
+    ]
+    assert json.loads(chat.chat.messages[1].tool_calls_json) == [call]
+    assert (json.loads(chat.chat.tools_json), chat.chat.continue_last) == ([tool], True)
+    assert json.loads(chat.chat.template_variables_json) == {"x": 1}
+    assert (chat.n, chat.best_of, chat.stop.max_repeats, chat.profile) == (2, 4, 3, "quality")
+    assert chat.sampling.HasField("prompt_logprobs")
+    assert (dict(chat.sampling.logit_bias), list(chat.bad_words)) == ({7: -100}, ["no"])
+    assert (text.echo, text.sampling.grammar.json_schema) == (True, '{"type": "object"}')
+    assert list(text.bad_words) == ["a", "b"]
+    assert (beam.beam.width, beam.beam.length_penalty, beam.beam.early_stopping) == (3, 0.5, types.EARLY_STOPPING_NEVER)
+    assert [request.sampling.grammar.WhichOneof("kind") for request in grammars] == [
+        *("json_schema", "json_object", "regex", "lark", "choices")
+    ]
+    assert list(grammars[-1].sampling.grammar.choices.texts) == ["yes", "no"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logit_bias": {"a": 1}}, "logit_bias must map token ids"),
+        ({"logit_bias": [1]}, "logit_bias must map token ids"),
+        ({"bad_words": [1]}, "bad_words must be a list, and each of it a string"),
+        ({"n": -1}, "n is -1, must be a whole number from 0"),
+        ({"regex": "a", "choices": ["a"]}, "choices must not be given together with regex"),
+        ({"json_schema": {"a": object()}}, "json_schema must be what JSON can hold"),
+        ({"beam_width": "x"}, "beam_width is 'x', must be a whole number"),
+        ({"length_penalty": 1.0}, "length_penalty must be given with beam_width only"),
+        ({"beam_width": 2, "early_stopping": "soon"}, "early_stopping must be heuristic, first or never"),
+        ({"tools": [{}]}, "tools must be given with a conversation only"),
+    ],
+)
+async def test_options_that_no_field_holds_are_refused_by_name(options: dict[str, object], message: str) -> None:
+    async with serving() as (client, _):
+        with pytest.raises(InvalidArgumentError, match=message):
+            client.generate("a", **options)
+
+
+async def test_several_answers() -> None:
+    first, second = fake.delta("He", fake.token(0, 10)), fake.delta("Ho", fake.token(0, 12))
+    second.delta.choice = 1
+    first.delta.prompt_logprobs.tokens.add(sampled=types.TokenLogprob(token_id=7, logprob=-0.5))
+    more = fake.delta("y", fake.token(1, 11))
+    ends = [
+        pb.GenerateResponse(choice_finished=pb.ChoiceFinished(choice=choice, reason=reason, score=score))
+        for choice, reason, score in ((1, types.FINISH_REASON_REPETITION, -1.5), (0, types.FINISH_REASON_STOP, None))
+    ]
+    async with serving(fake.started(), first, second, more, *ends, fake.finished()) as (client, _):
+        generation = client.generate("a", n=2, prompt_logprobs=0)
+        deltas = [delta async for delta in generation]
+        assert [(delta.choice, delta.text) for delta in deltas] == [(0, "He"), (1, "Ho"), (0, "y")]
+        assert (generation.text, generation.text_of(1), generation.text_of(2)) == ("Hey", "Ho", "")
+        result = await generation.result()
+    assert [choice.text for choice in result.choices] == ["Hey", "Ho"]
+    assert [(choice.finish_reason, choice.score) for choice in result.choices] == [("stop", None), ("repetition", -1.5)]
+    assert [choice.token_ids for choice in result.choices] == [(10, 11), (12,)]
+    assert (result.text, result.finish_reason, result.token_ids) == ("Hey", "stop", (10, 11))
+    assert [(token.position, token.token_id, token.logprob) for token in result.prompt] == [(1, 7, -0.5)]
+    assert deltas[0].prompt == result.prompt
 
 
 @pytest.mark.parametrize("way", ["break", "aclose", "with", "cancel", "drop", "task"])

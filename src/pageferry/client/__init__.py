@@ -10,11 +10,12 @@ request, `UnavailableError` where another try may help, and so on; all are `Page
 
 from pageferry.client.client import Client, Generation
 from pageferry.client.request import Message, Options, Prompt
-from pageferry.client.result import Delta, Pages, Result, Token, Usage
+from pageferry.client.result import Choice, Delta, Pages, Result, Token, Usage
 from pageferry.client.sync import SyncClient, SyncGeneration
 from pageferry.core.errors import PageferryError
 
 __all__ = [
+    "Choice",
     "Client",
     "Delta",
     "Generation",

@@ -1,6 +1,6 @@
 """What a client is told: pieces of the output, and the whole with its figures."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pageferry.core.errors import CancelledError, InternalError, PageferryError
@@ -19,10 +19,31 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """More of the output. `text` is final, and empty while a stop string or a character is incomplete."""
+    """More of the output. `text` is final, and empty while a stop string or a character is incomplete.
+
+    `choice` is the number of the answer, where several are asked for. `prompt` is in the first delta, where
+    `prompt_logprobs` were asked for: the prompt's tokens but the first, at their positions in the prompt.
+    """
 
     text: str
     tokens: tuple[Token, ...]
+    choice: int = 0
+    prompt: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer. `score` is what answers were compared by, with `best_of` or `beam_width`."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: str  # "stop", "length" or "repetition"
+    matched_stop: str
+    score: float | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.token_id for token in self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +71,55 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A complete answer. `timings_ms` has the contract's Timings, without `_ms` in their names."""
+    """All answers, with the first or only one's text and the like at hand.
+
+    `timings_ms` has the contract's Timings, without `_ms` in their names. `prompt` is as in Delta.
+    """
 
     request_id: str
     trace_id: str
     model: str
-    text: str
-    tokens: tuple[Token, ...]
-    finish_reason: str  # "stop" or "length"
-    matched_stop: str
-    usage: Usage
+    choices: tuple[Choice, ...]
+    prompt: tuple[Token, ...]
+    usage: Usage  # of all answers together
     timings_ms: dict[str, float]
     pages: Pages
 
     @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def tokens(self) -> tuple[Token, ...]:
+        return self.choices[0].tokens
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(token.token_id for token in self.tokens)
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.choices[0].finish_reason
+
+    @property
+    def matched_stop(self) -> str:
+        return self.choices[0].matched_stop
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """Of one answer, as it comes."""
+
+    texts: list[str] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    end: pb.ChoiceFinished | None = None
+
+    def choice(self, finished: pb.Finished) -> Choice:
+        """Once all is over; the end of an only answer is that of the stream."""
+        end = self.end or finished
+        score = self.end.score if self.end is not None and self.end.HasField("score") else None
+        reason = types.FinishReason.Name(end.reason).removeprefix("FINISH_REASON_").lower()
+        return Choice("".join(self.texts), tuple(self.tokens), reason, end.matched_stop, score)
 
 
 class Collector:
@@ -74,28 +128,34 @@ class Collector:
     def __init__(self) -> None:
         self.started = pb.Started()  # empty until the router has accepted the request
         self.error: PageferryError | None = None
-        self._texts: list[str] = []
-        self._tokens: list[Token] = []
+        self._gathered = {0: _Gathered()}
+        self._prompt: tuple[Token, ...] = ()
         self._finished: pb.Finished | None = None
 
-    @property
-    def text(self) -> str:
+    def text(self, choice: int) -> str:
         """What has come so far."""
-        return "".join(self._texts)
+        return "".join(self._gathered[choice].texts) if choice in self._gathered else ""
 
     def take(self, response: pb.GenerateResponse) -> Delta | None:
         """The delta, if that is what the message holds."""
         match response.WhichOneof("event"):
             case "started":
                 self.started = response.started
+            case "choice_finished":
+                self._of(response.choice_finished.choice).end = response.choice_finished
             case "finished":
                 self._finished = response.finished
             case "delta":
-                delta = Delta(response.delta.text, tuple(map(_token, response.delta.tokens)))
-                self._texts.append(delta.text)
-                self._tokens.extend(delta.tokens)
+                delta = _delta(response.delta)
+                gathered = self._of(delta.choice)
+                gathered.texts.append(delta.text)
+                gathered.tokens.extend(delta.tokens)
+                self._prompt = delta.prompt or self._prompt
                 return delta
         return None
+
+    def _of(self, choice: int) -> _Gathered:
+        return self._gathered.setdefault(choice, _Gathered())
 
     def end(self, error: PageferryError | None, *, cancelled: bool) -> PageferryError | None:
         """Note how the stream ended; returns what its reader must be told, if anything."""
@@ -116,10 +176,8 @@ class Collector:
             request_id=self.started.request_id,
             trace_id=self.started.trace_id,
             model=self.started.model,
-            text=self.text,
-            tokens=tuple(self._tokens),
-            finish_reason=types.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower(),
-            matched_stop=finished.matched_stop,
+            choices=tuple(gathered.choice(finished) for _, gathered in sorted(self._gathered.items())),
+            prompt=self._prompt,
             usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
             timings_ms={
                 field.name.removesuffix("_ms"): getattr(finished.timings, field.name)
@@ -150,8 +208,12 @@ class AnyGeneration:
 
     @property
     def text(self) -> str:
-        """What has been read so far."""
-        return self._collector.text
+        """What has been read so far of the first answer."""
+        return self._collector.text(0)
+
+    def text_of(self, choice: int) -> str:
+        """What has been read so far of an answer."""
+        return self._collector.text(choice)
 
     def cancel(self) -> None:
         """Stop the work; does nothing once it is over."""
@@ -169,11 +231,23 @@ class AnyGeneration:
             self._call.cancel()
 
 
+def _delta(delta: pb.Delta) -> Delta:
+    prompt = tuple(
+        _with_logprobs(position, entry.sampled.token_id, entry)
+        for position, entry in enumerate(delta.prompt_logprobs.tokens, 1)
+    )
+    return Delta(delta.text, tuple(map(_token, delta.tokens)), delta.choice, prompt)
+
+
 def _token(token: types.GeneratedToken) -> Token:
     if not token.HasField("logprobs"):
         return Token(token.position, token.token_id)
-    top = tuple((entry.token_id, entry.logprob) for entry in token.logprobs.top)
-    return Token(token.position, token.token_id, token.logprobs.sampled.logprob, top)
+    return _with_logprobs(token.position, token.token_id, token.logprobs)
+
+
+def _with_logprobs(position: int, token_id: int, logprobs: types.Logprobs) -> Token:
+    top = tuple((entry.token_id, entry.logprob) for entry in logprobs.top)
+    return Token(position, token_id, logprobs.sampled.logprob, top)
 
 
 def _pages(pages: pb.HandoffStats) -> Pages:
