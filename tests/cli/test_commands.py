@@ -5,6 +5,7 @@ import asyncio
 import io
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import fake_frontend as fake
 import fake_inference
@@ -61,6 +62,41 @@ async def test_generate_json_is_one_object(capsys: pytest.CaptureFixture[str]) -
         "pages": {"format": "int8", "shipped": 3, "cached": 1, "bytes": 4096},
     }
     assert "kv.push" in err and "3 pages shipped, 1 cached; 4.1 kB as int8; 75% of the transfer hidden" in err
+
+
+def several() -> tuple[fake.Step, ...]:
+    deltas = [fake.delta(text, fake.token(0, 10, -0.5, [(10, -0.5)])) for text in ("Ahoy", "Hello")]
+    ends = [pb.ChoiceFinished(choice=choice, reason=1, score=-0.5 - choice) for choice in range(2)]
+    for choice, delta in enumerate(deltas):
+        delta.delta.choice = choice
+    return (fake.started(), *deltas, *(pb.GenerateResponse(choice_finished=end) for end in ends), fake.finished())
+
+
+async def test_several_answers_are_printed_one_after_the_other(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    options = ("--n", "2", "--best-of", "3", "--priority", "-2", "--profile", "quality", "--bad-word", "no")
+    async with fake_inference.serving(*several()) as (address, service):
+        assert await run("generate", "a", *options, "--json-schema", str(schema), "--address", address) == 0
+        assert capsys.readouterr().out == "[1] stop, score -0.5000\nAhoy\n\n[2] stop, score -1.5000\nHello\n"
+        options = ("--n", "2", "--beams", "4", "--json", "--logprobs", "1", "--raw", "--echo", "--choice", "x")
+        assert await run("generate", "a", *options, "--address", address) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [answer["text"] for answer in printed["choices"]] == ["Ahoy", "Hello"]
+    assert (printed["text"], printed["score"]) == ("Ahoy", -0.5)
+    assert printed["logprobs"] == [{"logprob": -0.5, "top": [[10, -0.5]]}]
+    best, beams = service.frontend.requests
+    assert (best.n, best.best_of, best.priority, best.profile, list(best.bad_words)) == (2, 3, -2, "quality", ["no"])
+    assert best.sampling.grammar.json_schema == '{"type": "object"}'
+    assert (beams.beam.width, beams.sampling.logprobs, beams.echo) == (4, 1, True)
+    assert list(beams.sampling.grammar.choices.texts) == ["x"]
+
+
+def test_a_schema_that_cannot_be_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["generate", "a", "--json-schema", str(tmp_path / "none"), "--address", DOWN]) == 1
+    assert "--json-schema is " in (said := capsys.readouterr().err) and "No such file" in said
 
 
 async def test_a_prompt_from_standard_input(
@@ -122,6 +158,10 @@ def test_an_empty_prompt(capsys: pytest.CaptureFixture[str]) -> None:
         ("generate", "a", "--max", "5"),
         ("generate", "a", "--raw", "--chat"),
         ("generate", "a", "--raw", "--system", "b"),
+        ("generate", "a", "--echo"),
+        ("generate", "a", "--logprobs", "2"),
+        ("generate", "a", "--best-of", "2", "--beams", "2"),
+        ("generate", "a", "--regex", "x", "--choice", "x"),
         ("up", "--port", "x"),
         ("up", "--prot", "1"),
     ],

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+from pathlib import Path
 from typing import cast
 
 from pageferry.client import Options
+from pageferry.core.errors import invalid
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 API_KEY_VARIABLE = "API_KEY_PAGEFERRY"  # PAGEFERRY_… are settings
@@ -50,22 +52,50 @@ def default_api_key() -> str:
     return os.environ.get(API_KEY_VARIABLE, "")
 
 
+_SAMPLING: tuple[tuple[str, type, str, str], ...] = (
+    ("--max-tokens", int, "N", "default: what the context length leaves"),
+    ("--temperature", float, "T", "0 is greedy; default: the model's own"),
+    ("--top-p", float, "P", "draw from the likeliest tokens that make up this share"),
+    ("--top-k", int, "K", "draw from the K likeliest tokens; 0 is off"),
+    ("--min-p", float, "P", "draw from tokens that have this share of the likeliest's probability"),
+    ("--repetition-penalty", float, "X", "divides the logits of tokens that have come; 1 is off"),
+    ("--seed", int, "N", "the same seed draws the same tokens"),
+    ("--max-repeats", int, "N", "end an answer that ends with the same run of tokens N times over"),
+    ("--profile", str, "NAME", "of the router's profiles"),
+    ("--priority", int, "N", "lower runs first; default 0"),
+)
+_REPEATED = (
+    ("--stop", "TEXT", "ends the answer, and is left out of it; may be repeated"),
+    ("--bad-word", "TEXT", "must not be generated; may be repeated"),
+)
+
+
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, metavar="N", help="default: what the context length leaves")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; default: the model's own")
-    group.add_argument(
-        "--top-p", type=float, metavar="P", help="draw from the likeliest tokens that make up this share"
-    )
-    group.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens; 0 is off")
-    group.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same tokens")
-    group.add_argument(
-        "--stop", action="append", metavar="TEXT", help="ends the answer, and is left out of it; may be repeated"
-    )
+    for name, kind, metavar, text in _SAMPLING:
+        group.add_argument(name, type=kind, metavar=metavar, help=text)
+    for name, metavar, text in _REPEATED:
+        group.add_argument(name, action="append", metavar=metavar, help=text)
+    grammar = group.add_mutually_exclusive_group()
+    grammar.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that matches the schema")
+    grammar.add_argument("--regex", metavar="PATTERN", help="the answer matches it, whole")
+    grammar.add_argument("--choice", action="append", metavar="TEXT", help="the answer is one of these; repeated")
 
 
 def sampling_options(arguments: argparse.Namespace) -> Options:
-    """What was given of `add_sampling`'s arguments."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    """What was given of `add_sampling`'s arguments. InvalidArgumentError for a file that can't be read."""
+    names = [name.removeprefix("--").replace("-", "_") for name, *_ in _SAMPLING]
+    given = given_of(arguments, *names, "stop", "regex", bad_words="bad_word", choices="choice")
+    if arguments.json_schema is not None:
+        try:
+            given["json_schema"] = Path(arguments.json_schema).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise invalid("--json-schema", arguments.json_schema, f"can't be read: {reason}") from None
     return cast(Options, given)
+
+
+def given_of(arguments: argparse.Namespace, *same: str, **named: str) -> dict[str, object]:
+    """The options whose arguments, of the same name or the one that is named, were given."""
+    names = {**dict(zip(same, same, strict=True)), **named}
+    return {name: value for name, argument in names.items() if (value := getattr(arguments, argument)) is not None}
