@@ -46,6 +46,8 @@ def describe_request(span: Span, admitted: Admitted) -> None:
             "pageferry.priority": admitted.priority,
         }
     )
+    if admitted.num_choices > 1:
+        span.set_attribute("gen_ai.request.choice.count", admitted.n)
 
 
 def started_of(admitted: Admitted, model: str, span: Span) -> Started:

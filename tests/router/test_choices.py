@@ -11,7 +11,7 @@ from fake_workers import Rig, Script, eventually
 from spans import assert_one_tree
 
 from pageferry.core.config import RouterConfig
-from pageferry.core.errors import InternalError, ResourceExhaustedError, UnavailableError
+from pageferry.core.errors import DeadlineExceededError, InternalError, ResourceExhaustedError, UnavailableError
 from pageferry.v1 import inference_pb2 as pb, prefill_pb2, types_pb2 as types
 
 EOS = 2
@@ -303,7 +303,22 @@ async def test_spans_of_each_answer_lie_in_one_of_its_own(router: Rig) -> None:
         assert sorted(choices[span.parent.span_id] for span in spans if span.name == name) == [0, 1]
 
 
-async def test_what_a_tenant_uses_is_that_of_all_answers(router: Rig) -> None:
-    assert (await router.frontend._admission.admit(ask(n=1, max_tokens=9))).num_pages == 3
-    admitted = await router.frontend._admission.admit(ask(n=4, max_tokens=9))
-    assert admitted.num_pages == 2 + 4  # the prompt's two full pages, and one of each answer's own
+@pytest.mark.parametrize("best_of", [0, 4])
+async def test_what_a_tenant_spends_is_that_of_all_answers(router: Rig, best_of: int) -> None:
+    tokens = router.frontend.check_caller(()).account._tokens
+    before = tokens._level
+    answer = await router.generate(ask(best_of=best_of))
+    assert answer.usage.completion_tokens == (29 if best_of else 21)
+    assert before - tokens._level == 40 + answer.usage.completion_tokens
+
+
+async def test_a_deadline_ends_all(router: Rig) -> None:
+    router.decode.pause_at[3] = asyncio.Event()
+    second = router.decode.pause_at[1] = asyncio.Event()
+    deadline = router.frontend.clock() + 1
+    reading = asyncio.create_task(router.generate(ask(), deadline=deadline))
+    await eventually(lambda: router.decode.num_live == 1)
+    second.set()
+    with pytest.raises(DeadlineExceededError):
+        await reading
+    await router.check_idle()

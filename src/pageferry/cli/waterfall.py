@@ -21,6 +21,7 @@ _SHOWN = {
     "gen_ai.server.time_to_first_token": "ttft",
     "gen_ai.server.time_per_output_token": "per_token",
     "gen_ai.response.finish_reasons": "finish",
+    "pageferry.choice": "choice",
     "pageferry.fallback": "fallback",
     "pageferry.reason": "reason",
     "pageferry.route.source": "source",
