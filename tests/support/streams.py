@@ -47,15 +47,19 @@ class Stream:
     async def started(self) -> Self:
         return await self._until(lambda: self.answer.started is not None)
 
-    async def until(self, num_tokens: int) -> Self:
-        """Until so many tokens have come."""
-        return await self._until(lambda: self.num_tokens >= num_tokens)
+    async def until(self, num_tokens: int, *, num_choices: int = 1) -> Self:
+        """Until so many tokens have come of each of so many answers."""
+        choices = self.answer.choices
+        return await self._until(
+            lambda: sum(len(choice.token_ids) >= num_tokens for choice in choices.values()) >= num_choices
+        )
 
     async def rest(self) -> Answer:
         """Raises AioRpcError where it fails."""
         await self._reader
         assert self.answer.finished is not None, "the stream ended without a terminal event"
-        assert self.answer.usage.completion_tokens == self.num_tokens
+        num_tokens = sum(len(choice.token_ids) for choice in self.answer.choices.values())
+        assert self.answer.usage.completion_tokens == num_tokens
         return self.answer
 
     async def failure(self) -> grpc.aio.AioRpcError:

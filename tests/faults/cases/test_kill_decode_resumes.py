@@ -12,6 +12,7 @@ from cluster import Stub, greedy
 from moments import SOON_S, servers_of
 from services import Deployment
 from streams import Golden, Stream, prompt_of, request_span
+from traces import spans_of
 
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import SamplingParams, StopConditions
@@ -70,6 +71,25 @@ async def test_what_counts_on_earlier_tokens_counts_on_them_elsewhere(
     assert answer.token_ids == expected.token_ids
     assert (answer.text, answer.reason, answer.usage) == (expected.text, expected.reason, expected.usage)
     assert await was_resumed(stub, stream)
+
+
+async def test_several_answers_go_on_elsewhere_each_after_its_last_token(
+    linked: Deployment, stub: Stub, golden: Golden
+) -> None:
+    request = greedy(prompt_of(95_110, 100), 600)
+    request.MergeFrom(pb.GenerateRequest(n=3, sampling=SamplingParams(temperature=1, seed=42)))
+    expected = await golden(request)
+    stream = await Stream(stub, request).until(5, num_choices=3)
+    _, decode = await servers_of(linked, stub, stream.trace_id)
+    decode.kill()
+    answer = await stream.rest()
+    await request_span(stub, stream.trace_id)
+    spans = spans_of((await stub.GetTrace(pb.GetTraceRequest(id=stream.trace_id))).traces_data)
+    resumed = [span.attributes["pageferry.choice"] for span in spans if "pageferry.resumed_at" in span.attributes]
+    assert sorted(resumed) == [0, 1, 2]
+    assert answer.choices == expected.choices
+    assert len({tuple(choice.token_ids) for choice in answer.choices.values()}) == 3
+    assert answer.usage.completion_tokens == expected.usage.completion_tokens
 
 
 @pytest.fixture(scope="module")
