@@ -39,6 +39,7 @@ from pageferry.runtime.logs import log
 from pageferry.v1 import inference_pb2 as pb
 
 BODY_S = 60.0  # for all of a request's body
+_MAX_DROPPED_BYTES = 64 * 2**20  # of a body that is too large
 _Parser = Callable[[bytes, Unread], Parsed]
 _Replier = Callable[[Parsed, str, int, TokenBytes], Reply]
 
@@ -161,18 +162,23 @@ def _check_media_type(request: Request) -> None:
 
 
 async def _body(request: Request, max_bytes: int) -> bytes:
+    """What is too much is read nevertheless, and dropped: many clients hear no answer before they have sent all."""
     too_large = HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes", {"connection": "close"})
-    if int(request.headers.get("content-length", "0")) > max_bytes:
+    if int(request.headers.get("content-length", "0")) > max_bytes + _MAX_DROPPED_BYTES:
         raise too_large
-    body = bytearray()
+    body, num_bytes = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_S):
             async for part in request.stream():
-                body += part
-                if len(body) > max_bytes:
+                num_bytes += len(part)
+                if num_bytes <= max_bytes:
+                    body += part
+                elif num_bytes > max_bytes + _MAX_DROPPED_BYTES:
                     raise too_large
     except TimeoutError:
         raise HTTPException(408, f"the body took longer than {BODY_S:g} s", {"connection": "close"}) from None
+    if num_bytes > max_bytes:
+        raise too_large
     return bytes(body)
 
 
