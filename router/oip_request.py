@@ -15,7 +15,7 @@ from pageferry.core.errors import InvalidArgumentError, NotFoundError
 from pageferry.oip import open_inference_pb2 as oip
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
 from pageferry.router.gateway.completion_request import read_completion
-from pageferry.router.gateway.fields import Fields, Unread
+from pageferry.router.gateway.fields import Fields, Reading
 from pageferry.router.gateway.strict_json import Json, decode_json, refuse, shown
 from pageferry.v1 import inference_pb2 as pb
 
@@ -79,7 +79,7 @@ def parse_infer(request: oip.ModelInferRequest, *, streams: bool) -> Inference:
     for name, why in _NOT_HERE.items():
         if name in fields:
             refuse(name, why, reason="UNSUPPORTED_FIELD")
-    (generate,) = read_completion(Fields(fields | {"prompt": text}, Unread())).requests
+    (generate,) = read_completion(Fields(fields | {"prompt": text}, Reading())).requests
     generate.model, generate.request_id = request.model_name, request.id
     return Inference(generate, stream, timeout_s, _outputs(request), bool(request.raw_input_contents))
 

@@ -1,6 +1,6 @@
 """The body of POST /v1/chat/completions."""
 
-from pageferry.router.gateway.fields import Fields, Unread
+from pageferry.router.gateway.fields import Fields, Reading
 from pageferry.router.gateway.generation_fields import read_generation
 from pageferry.router.gateway.messages import function_tools, read_messages, set_tools
 from pageferry.router.gateway.parsed import Parsed, read_streaming
@@ -28,14 +28,15 @@ _NEUTRAL = NEUTRAL | {
 }
 
 
-def parse_chat(body: bytes, unread: Unread) -> Parsed:
+def parse_chat(body: bytes, reading: Reading) -> Parsed:
     """Raises InvalidArgumentError."""
-    fields = Fields(decode_json(body), unread)
+    fields = Fields(decode_json(body), reading)
     request = read_generation(fields)
     if (limit := fields.integer("max_completion_tokens")) is not None:
         if request.stop.HasField("max_tokens") and request.stop.max_tokens != limit:
             fields.refuse("max_completion_tokens", "differs from max_tokens; set one of them")
         request.stop.max_tokens = limit
+        fields.sets("stop.max_tokens", "max_completion_tokens")
     request.chat.messages.extend(read_messages(fields))
     tools = function_tools(fields, nested=True)
     set_tools(request.chat, tools)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from pageferry.router.gateway.chat_request import HARMLESS, NEUTRAL
-from pageferry.router.gateway.fields import Fields, Unread, as_text, as_token_ids
+from pageferry.router.gateway.fields import Fields, Reading, as_text, as_token_ids
 from pageferry.router.gateway.generation_fields import read_generation
 from pageferry.router.gateway.parsed import Parsed, read_streaming
 from pageferry.router.gateway.strict_json import decode_json, kind_of
@@ -14,9 +14,9 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 _NEUTRAL = NEUTRAL | {"add_special_tokens": True, "suffix": ""}
 
 
-def parse_completion(body: bytes, unread: Unread) -> Parsed:
+def parse_completion(body: bytes, reading: Reading) -> Parsed:
     """Raises InvalidArgumentError."""
-    return read_completion(Fields(decode_json(body), unread))
+    return read_completion(Fields(decode_json(body), reading))
 
 
 def read_completion(fields: Fields) -> Parsed:

@@ -1,6 +1,8 @@
 """Errors in OpenAI's form."""
 
-from pageferry.core.errors import FailedPreconditionError, PageferryError, ResourceExhaustedError
+from collections.abc import Mapping
+
+from pageferry.core.errors import FailedPreconditionError, FieldViolation, PageferryError, ResourceExhaustedError
 from pageferry.router.gateway.strict_json import Json
 
 # How fields of the contract begin, and what a body has in that place.
@@ -16,6 +18,17 @@ _BODY_FIELDS = {
     "token_ids": "prompt",
     "beam.": "",
 }
+
+
+def in_the_body_s_words(error: PageferryError, names: Mapping[str, str]) -> PageferryError:
+    """The error with the names that a body has for fields of the contract, as `Reading.names` has them."""
+    if error.violations and error.violations[0].field in names:
+        first, *others = error.violations
+        name = names[first.field]
+        if error.message.startswith(first.field):
+            error.message = name + error.message.removeprefix(first.field)
+        error.violations = (FieldViolation(name, first.description), *others)
+    return error
 
 
 def error_status(error: PageferryError) -> int:

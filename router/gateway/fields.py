@@ -15,11 +15,12 @@ _MAX_IGNORED = 32  # names that are listed
 
 
 @dataclass(slots=True)
-class Unread:
-    """What becomes of fields that are in no table: refused, or noted here."""
+class Reading:
+    """How a body is read, and what is to be remembered of it."""
 
     refuse_unknown: bool = True
     ignored: list[str] = field(default_factory=list)  # paths, in the order in which they were found
+    names: dict[str, str] = field(default_factory=dict)  # fields of the contract, and the body's paths that set them
 
     def note(self, path: str) -> None:
         if len(self.ignored) < _MAX_IGNORED:
@@ -29,15 +30,19 @@ class Unread:
 class Fields:
     """One object of a body. A field that is null counts as absent. Every reader raises InvalidArgumentError."""
 
-    def __init__(self, values: Json, unread: Unread, path: str = "") -> None:
+    def __init__(self, values: Json, reading: Reading, path: str = "") -> None:
         self._values = values
-        self._unread = unread
+        self._reading = reading
         self._path = f"{path}." if path else ""
         self._read: set[str] = set()
 
     def path(self, name: str) -> str:
         """The field's name as an error tells it, from the top of the body."""
         return self._path + shown(name)
+
+    def sets(self, of_contract: str, name: str) -> None:
+        """Remember that this field sets one of the contract's, so that an error about that names this one."""
+        self._reading.names[of_contract] = self.path(name)
 
     def get(self, name: str) -> Any:
         self._read.add(name)
@@ -92,11 +97,11 @@ class Fields:
     def part(self, name: str) -> "Fields | None":
         """The object's own fields; its reader calls `finish` on them."""
         value = self.get(name)
-        return None if value is None else as_fields(value, self._unread, self.path(name))
+        return None if value is None else as_fields(value, self._reading, self.path(name))
 
     def parts(self, name: str) -> "list[Fields]":
         values = self.list_of(name, "objects")
-        return [as_fields(value, self._unread, f"{self.path(name)}[{i}]") for i, value in enumerate(values)]
+        return [as_fields(value, self._reading, f"{self.path(name)}[{i}]") for i, value in enumerate(values)]
 
     def finish(
         self, where: str = "", *, harmless: Collection[str] = (), neutral: Mapping[str, object] | None = None
@@ -104,7 +109,7 @@ class Fields:
         """Settle what was not read.
 
         `harmless` fields change no answer: they are noted. `neutral` has fields that would change it, with the value
-        that asks for nothing, which passes. Of all others `Unread` decides; `where` names the object in an error.
+        that asks for nothing, which passes. Of all others `Reading` decides; `where` names the object in an error.
         """
         neutral = neutral or {}
         for name, value in self._values.items():
@@ -114,11 +119,11 @@ class Fields:
                 if value != neutral[name]:
                     refuse(self.path(name), "is not supported; leave it out", reason="UNSUPPORTED_FIELD")
             elif name in harmless:
-                self._unread.note(self.path(name))
-            elif self._unread.refuse_unknown:
+                self._reading.note(self.path(name))
+            elif self._reading.refuse_unknown:
                 self._refuse_unknown(name, where or self._path.rstrip("."), [*self._read, *harmless, *neutral])
             else:
-                self._unread.note(self.path(name))
+                self._reading.note(self.path(name))
 
     def _refuse_unknown(self, name: str, where: str, known: list[str]) -> None:
         close = difflib.get_close_matches(name[:64], known, n=1)
@@ -126,10 +131,10 @@ class Fields:
         refuse(self.path(name), f"is not a field of {where}{hint}", reason="UNKNOWN_FIELD")
 
 
-def as_fields(value: object, unread: Unread, path: str) -> Fields:
+def as_fields(value: object, reading: Reading, path: str) -> Fields:
     if not isinstance(value, dict):
         refuse(path, f"is {kind_of(value)}, must be an object")
-    return Fields(value, unread, path)
+    return Fields(value, reading, path)
 
 
 def as_text(value: object, path: str) -> str:

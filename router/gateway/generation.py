@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pageferry.core.errors import InternalError, PageferryError
+from pageferry.router.gateway.errors import in_the_body_s_words
 from pageferry.router.gateway.parsed import Parsed
 from pageferry.router.gateway.reply import Reply
 from pageferry.router.gateway.runs import Events, all_events
@@ -56,11 +57,12 @@ class Generator(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Of a body: what its headers say."""
+    """Who sent a body, and how."""
 
     authorization: Sequence[str]
     parent: Context
     deadline: float | None  # by the frontend's clock
+    names: Mapping[str, str]  # of the body's fields, as `Reading` has them
 
 
 class GenerationResponse(Response):
@@ -102,7 +104,10 @@ class GenerationResponse(Response):
             for request in self._parsed.requests
         ]
         async with aclosing(all_events(begin)) as events:
-            await (self._whole(events, send) if self._parsed.streaming is None else self._stream(events, send))
+            try:
+                await (self._whole(events, send) if self._parsed.streaming is None else self._stream(events, send))
+            except PageferryError as error:
+                raise in_the_body_s_words(error, caller.names) from None
 
     async def _whole(self, events: Numbered, send: Send) -> None:
         traceparent = ""

@@ -26,7 +26,16 @@ def read_grammar(fields: Fields) -> types.Grammar | None:
     if len(found) > 1:
         first, second, *_ = found
         fields.refuse(second, f"can't be asked for together with {first}")
-    return next(iter(found.values()), None)
+    for name, grammar in found.items():
+        name_grammar(fields, grammar, name)
+        return grammar
+    return None
+
+
+def name_grammar(fields: Fields, grammar: types.Grammar, name: str) -> None:
+    """Remember the field that set it."""
+    for of_contract in (f"grammar.{grammar.WhichOneof('kind')}", "grammar"):
+        fields.sets(of_contract, name)
 
 
 def read_format(form: Fields, *, nested: bool) -> types.Grammar | None:

@@ -27,7 +27,7 @@ from pageferry.router.gateway.choices_reply import ChatReply, CompletionReply
 from pageferry.router.gateway.completion_request import parse_completion
 from pageferry.router.gateway.envelope import HEADERS_OUT, RequestIds, deadline_of, ignored_header, read_profile
 from pageferry.router.gateway.errors import error_body, error_status
-from pageferry.router.gateway.fields import Unread
+from pageferry.router.gateway.fields import Reading
 from pageferry.router.gateway.generation import Caller, GenerationResponse, Generator, dump
 from pageferry.router.gateway.logprobs import TokenBytes
 from pageferry.router.gateway.parsed import Parsed
@@ -40,7 +40,7 @@ from pageferry.v1 import inference_pb2 as pb
 
 BODY_S = 60.0  # for all of a request's body
 _MAX_DROPPED_BYTES = 64 * 2**20  # of a body that is too large
-_Parser = Callable[[bytes, Unread], Parsed]
+_Parser = Callable[[bytes, Reading], Parsed]
 _Replier = Callable[[Parsed, str, int, TokenBytes], Reply]
 
 
@@ -127,15 +127,15 @@ class _Gateway:
         self.frontend.check_caller(_authorization(request))  # before the body of a stranger is read
         request_id = RequestIds.of(request)
         deadline = deadline_of(request, self.frontend.clock())
-        unread = Unread(self.refuse_unknown)
-        parsed = parse(await _body(request, self.max_body_bytes), unread)
+        reading = Reading(self.refuse_unknown)
+        parsed = parse(await _body(request, self.max_body_bytes), reading)
         for number, each in enumerate(parsed.requests):
             each.request_id = f"{request_id}-{number}" if number else request_id
             read_profile(request, each)
         parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
-        caller = Caller(_authorization(request), parent, deadline)
+        caller = Caller(_authorization(request), parent, deadline, reading.names)
         builder = reply(parsed, request_id, int(time.time()), self.frontend.token_bytes)
-        return GenerationResponse(self.frontend, parsed, builder, caller, ignored_header(unread.ignored))
+        return GenerationResponse(self.frontend, parsed, builder, caller, ignored_header(reading.ignored))
 
     def _model(self, entry: pb.Model) -> Json:
         return {

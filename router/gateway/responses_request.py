@@ -3,9 +3,9 @@
 from typing import Any
 
 from pageferry.router.gateway.chat_request import HARMLESS, NEUTRAL
-from pageferry.router.gateway.fields import Fields, Unread, as_text
+from pageferry.router.gateway.fields import Fields, Reading, as_text
 from pageferry.router.gateway.generation_fields import read_generation
-from pageferry.router.gateway.grammar_fields import read_format
+from pageferry.router.gateway.grammar_fields import name_grammar, read_format
 from pageferry.router.gateway.messages import function_tools, read_content, read_message, set_tools
 from pageferry.router.gateway.parsed import Parsed, read_streaming
 from pageferry.router.gateway.strict_json import Json, as_json, decode_json, kind_of
@@ -23,14 +23,16 @@ _NEUTRAL = NEUTRAL | {
 _REPEATED = ("instructions", "max_output_tokens", "metadata", "temperature", "tool_choice", "tools", "top_p", "user")
 
 
-def parse_responses(body: bytes, unread: Unread) -> Parsed:
+def parse_responses(body: bytes, reading: Reading) -> Parsed:
     """Raises InvalidArgumentError."""
     values = decode_json(body)
-    fields = Fields(values, unread)
+    fields = Fields(values, reading)
     for name in ("max_tokens", "n", "best_of", "use_beam_search", "prompt_logprobs", "response_format"):
         if fields.get(name) is not None:
             fields.refuse(name, "is not a field of /v1/responses", reason="UNKNOWN_FIELD")
     request = read_generation(fields)
+    for of_contract, name in (("chat", "input"), ("stop.max_tokens", "max_output_tokens")):
+        fields.sets(of_contract, name)
     if (limit := fields.integer("max_output_tokens")) is not None:
         request.stop.max_tokens = limit
     if (instructions := fields.text("instructions")) is not None:
@@ -99,6 +101,7 @@ def _read_form(fields: Fields, sampling: types.SamplingParams) -> None:
         if sampling.HasField("grammar"):
             text.refuse("format", "can't be asked for together with guided_… or structured_outputs")
         sampling.grammar.CopyFrom(grammar)
+        name_grammar(text, grammar, "format")
     text.finish(neutral={"verbosity": "medium"})
 
 

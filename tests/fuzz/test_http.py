@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from pageferry.router.gateway.chat_request import parse_chat
 from pageferry.router.gateway.completion_request import parse_completion
-from pageferry.router.gateway.fields import Unread
+from pageferry.router.gateway.fields import Reading
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.responses_request import parse_responses
 
@@ -100,7 +100,7 @@ def test_a_body(body: bytes) -> None:
     for parse in (parse_completion, parse_chat, parse_responses):
         for refuse_unknown in (True, False):
             with held_to_contract():
-                parse(body, Unread(refuse_unknown))
+                parse(body, Reading(refuse_unknown))
 
 
 NAMES = ["content-type", "x-request-id", "traceparent", "tracestate", "authorization", "baggage"]

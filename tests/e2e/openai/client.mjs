@@ -66,7 +66,7 @@ async function jsonSchema(model) {
     response_format: { type: "json_schema", json_schema: { name: "city", schema: city, strict: true } },
   });
   const text = answer.choices[0].message.content;
-  console.log(`  ${text}`);
+  console.log(`  ${JSON.stringify(JSON.parse(text))}`);
   assert.deepEqual(Object.keys(JSON.parse(text)).sort(), ["city", "country"]);
 }
 

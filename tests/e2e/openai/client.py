@@ -86,8 +86,8 @@ def json_schema(client: OpenAI, model: str) -> None:
         model=model, messages=QUESTION, temperature=0, max_completion_tokens=64, response_format=form
     )
     text = answer.choices[0].message.content or ""
-    print(f"  {text}")
     value = json.loads(text)
+    print(f"  {value}")
     assert set(value) == {"city", "country"} and all(isinstance(entry, str) for entry in value.values())
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.router.gateway.chat_request import parse_chat
-from pageferry.router.gateway.fields import Unread
+from pageferry.router.gateway.fields import Reading
 from pageferry.router.gateway.parsed import Parsed, Streaming
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 
@@ -14,7 +14,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "argumen
 
 
 def parse(**fields: object) -> Parsed:
-    return parse_chat(json.dumps(CHAT | fields).encode(), Unread())
+    return parse_chat(json.dumps(CHAT | fields).encode(), Reading())
 
 
 def chat(**fields: object) -> pb.GenerateRequest:
@@ -234,9 +234,9 @@ def test_a_seed_below_zero_and_top_k_of_minus_one_are_as_elsewhere() -> None:
 
 
 def test_what_changes_no_answer_is_noted_and_so_is_what_is_unknown_where_it_may_be() -> None:
-    unread = Unread(refuse_unknown=False)
+    reading = Reading(refuse_unknown=False)
     fields = {"user": "u", "metadata": {"a": "b"}, "xyz": 1, "null": None, "stream": True, "stream_options": {"abc": 1}}
-    parse_chat(json.dumps(CHAT | fields).encode(), unread)
-    assert unread.ignored == ["stream_options.abc", "user", "metadata", "xyz"]
+    parse_chat(json.dumps(CHAT | fields).encode(), reading)
+    assert reading.ignored == ["stream_options.abc", "user", "metadata", "xyz"]
     with pytest.raises(InvalidArgumentError, match="audio is not supported"):
-        parse_chat(json.dumps(CHAT | {"audio": {}}).encode(), Unread(refuse_unknown=False))
+        parse_chat(json.dumps(CHAT | {"audio": {}}).encode(), Reading(refuse_unknown=False))

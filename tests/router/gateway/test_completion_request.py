@@ -4,13 +4,13 @@ import pytest
 
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.router.gateway.completion_request import MAX_PROMPTS, parse_completion
-from pageferry.router.gateway.fields import Unread
+from pageferry.router.gateway.fields import Reading
 from pageferry.router.gateway.parsed import Parsed
 from pageferry.v1 import inference_pb2 as pb
 
 
 def parse(prompt: object, **fields: object) -> Parsed:
-    return parse_completion(json.dumps({"prompt": prompt} | fields).encode(), Unread())
+    return parse_completion(json.dumps({"prompt": prompt} | fields).encode(), Reading())
 
 
 def input_of(request: pb.GenerateRequest) -> str | list[int]:

@@ -2,6 +2,7 @@ import asyncio
 import json
 import math
 from collections.abc import AsyncIterator
+from typing import Any
 
 import fake_frontend as fake
 import httpx
@@ -156,6 +157,25 @@ async def test_an_error_before_the_first_output_is_the_status(
 async def test_an_error_names_the_field_as_the_body_does(field: str, param: str) -> None:
     async with client_of(FakeFrontend((invalid(field, 9, "must be less"),))) as client:
         error = (await client.post("/v1/chat/completions", json=CHAT)).json()["error"]
+    assert (error["param"], error["message"]) == (param, f"{param} is 9, must be less")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field", "param"),
+    [
+        ("chat/completions", {"max_completion_tokens": 9}, "stop.max_tokens", "max_completion_tokens"),
+        ("chat/completions", {"guided_regex": "("}, "grammar.regex", "guided_regex"),
+        ("chat/completions", {"structured_outputs": {"json": "1"}}, "grammar.json_schema", "structured_outputs.json"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "grammar", "response_format"),
+        ("responses", {"text": {"format": {"type": "json_object"}}}, "grammar.json_object", "text.format"),
+        ("responses", {}, "stop.max_tokens", "max_output_tokens"),
+        ("responses", {}, "chat", "input"),
+    ],
+)
+async def test_an_error_names_the_field_that_the_body_had(path: str, fields: Any, field: str, param: str) -> None:
+    body = (CHAT if path.startswith("chat") else {"input": "a"}) | fields
+    async with client_of(FakeFrontend((invalid(field, 9, "must be less"),))) as client:
+        error = (await client.post(f"/v1/{path}", json=body)).json()["error"]
     assert (error["param"], error["message"]) == (param, f"{param} is 9, must be less")
 
 

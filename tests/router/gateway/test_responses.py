@@ -11,7 +11,7 @@ from gateway import serving
 from prometheus_client import CollectorRegistry
 
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
-from pageferry.router.gateway.fields import Unread
+from pageferry.router.gateway.fields import Reading
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.responses_request import parse_responses
 from pageferry.v1 import types_pb2 as types
@@ -37,7 +37,7 @@ async def ask(script: Script = fake.HELLO, **fields: Any) -> Any:
 
 
 def parse(**fields: object):
-    return parse_responses(json.dumps({"input": "hi"} | fields).encode(), Unread())
+    return parse_responses(json.dumps({"input": "hi"} | fields).encode(), Reading())
 
 
 async def test_a_whole_answer() -> None:
@@ -172,7 +172,7 @@ def test_what_needs_more_is_refused(fields: dict[str, object], param: str, messa
 
 
 def test_what_asks_for_nothing_passes() -> None:
-    unread = Unread()
+    reading = Reading()
     fields = {"input": "hi", "store": False, "truncation": "disabled", "tool_choice": "auto", "user": "u"}
-    parse_responses(json.dumps(fields).encode(), unread)
-    assert unread.ignored == ["user"]
+    parse_responses(json.dumps(fields).encode(), reading)
+    assert reading.ignored == ["user"]
