@@ -110,8 +110,8 @@ def run(command: list[str], **options: Any) -> str:
 
 
 def node_packages() -> Path | None:
-    """The directory that holds node_modules/openai: PAGEFERRY_NODE, or one above this file."""
-    places = [Path(os.environ.get("PAGEFERRY_NODE", "/nowhere")), *SCRIPTS.parents]
+    """The directory that holds node_modules/openai: OPENAI_NODE, or one above this file."""
+    places = [Path(os.environ.get("OPENAI_NODE", "/nowhere")), *SCRIPTS.parents]
     return next((place for place in places if (place / "node_modules" / "openai").is_dir()), None)
 
 
@@ -127,7 +127,7 @@ def test_the_python_client_with_the_packaged_model(real: Cluster) -> None:
 def test_the_node_client_with_the_packaged_model(real: Cluster, tmp_path: Path) -> None:
     packages = node_packages()
     if packages is None or shutil.which("node") is None:
-        pytest.skip("needs node and its package openai: npm install openai, PAGEFERRY_NODE=directory of node_modules")
+        pytest.skip("needs node and its package openai: npm install openai, OPENAI_NODE=directory of node_modules")
     shutil.copy(SCRIPTS / "client.mjs", tmp_path)
     (tmp_path / "node_modules").symlink_to(packages / "node_modules")
     output = run(["node", "client.mjs", f"{real.http}/v1"], cwd=tmp_path)
