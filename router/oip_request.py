@@ -79,7 +79,7 @@ def parse_infer(request: oip.ModelInferRequest, *, streams: bool) -> Inference:
     for name, why in _NOT_HERE.items():
         if name in fields:
             refuse(name, why, reason="UNSUPPORTED_FIELD")
-    (generate,) = read_completion(Fields(fields | {"prompt": text}, Reading())).requests
+    generate = read_completion(Fields(fields | {"prompt": text}, Reading())).request
     generate.model, generate.request_id = request.model_name, request.id
     return Inference(generate, stream, timeout_s, _outputs(request), bool(request.raw_input_contents))
 

@@ -49,7 +49,7 @@ def parse_chat(body: bytes, reading: Reading) -> Parsed:
     streaming = read_streaming(fields)
     fields.finish("/v1/chat/completions", harmless=HARMLESS, neutral=_NEUTRAL)
     asked_prompt = request.sampling.HasField("prompt_logprobs")
-    return Parsed((request,), streaming, calls=bool(tools), prompt_logprobs=asked_prompt)
+    return Parsed(request, streaming, calls=bool(tools), prompt_logprobs=asked_prompt)
 
 
 def _read_template(fields: Fields, chat: pb.ChatMessages) -> None:

@@ -5,9 +5,8 @@ from typing import Any
 from pageferry.router.gateway.chat_request import HARMLESS, NEUTRAL
 from pageferry.router.gateway.fields import Fields, Reading, as_text, as_token_ids
 from pageferry.router.gateway.generation_fields import read_generation
-from pageferry.router.gateway.parsed import Parsed, read_streaming
+from pageferry.router.gateway.parsed import Parsed, read_streaming, set_prompt
 from pageferry.router.gateway.strict_json import decode_json, kind_of
-from pageferry.v1 import inference_pb2 as pb
 
 MAX_PROMPTS = 256  # of one body
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -35,8 +34,9 @@ def read_completion(fields: Fields) -> Parsed:
     streaming = read_streaming(fields)
     fields.finish("/v1/completions", harmless=HARMLESS, neutral=_NEUTRAL)
     echo_logprobs = request.echo and logprobs is not None
-    requests = tuple(_with_prompt(request, prompt) for prompt in prompts)
-    return Parsed(requests, streaming, echo_logprobs=echo_logprobs, prompt_logprobs=asked_prompt)
+    if len(prompts) == 1:
+        set_prompt(request, prompts.pop())
+    return Parsed(request, streaming, echo_logprobs=echo_logprobs, prompt_logprobs=asked_prompt, prompts=tuple(prompts))
 
 
 def _prompts(fields: Fields) -> list[Any]:
@@ -54,14 +54,3 @@ def _prompts(fields: Fields) -> list[Any]:
         as_token_ids(part, f"{path}[{i}]") if isinstance(part, list) else as_text(part, f"{path}[{i}]")
         for i, part in enumerate(prompt)
     ]
-
-
-def _with_prompt(request: pb.GenerateRequest, prompt: str | list[int]) -> pb.GenerateRequest:
-    whole = pb.GenerateRequest()
-    whole.CopyFrom(request)
-    if isinstance(prompt, str):
-        whole.prompt = prompt
-    else:
-        whole.token_ids.SetInParent()
-        whole.token_ids.ids.extend(prompt)
-    return whole

@@ -92,22 +92,21 @@ class GenerationResponse(Response):
             answer.result()
 
     async def _answer(self, send: Send) -> None:
-        caller = self._caller
-        begin = [
-            partial(
-                self._frontend.generate,
-                request,
-                deadline=caller.deadline,
-                parent=caller.parent,
-                authorization=caller.authorization,
-            )
-            for request in self._parsed.requests
-        ]
+        begin = [partial(self._begin, number) for number in range(self._parsed.num_requests)]
         async with aclosing(all_events(begin)) as events:
             try:
                 await (self._whole(events, send) if self._parsed.streaming is None else self._stream(events, send))
             except PageferryError as error:
-                raise in_the_body_s_words(error, caller.names) from None
+                raise in_the_body_s_words(error, self._caller.names) from None
+
+    def _begin(self, number: int) -> Events:
+        caller = self._caller
+        return self._frontend.generate(
+            self._parsed.request_of(number),
+            deadline=caller.deadline,
+            parent=caller.parent,
+            authorization=caller.authorization,
+        )
 
     async def _whole(self, events: Numbered, send: Send) -> None:
         traceparent = ""

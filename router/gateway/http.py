@@ -129,9 +129,8 @@ class _Gateway:
         deadline = deadline_of(request, self.frontend.clock())
         reading = Reading(self.refuse_unknown)
         parsed = parse(await _body(request, self.max_body_bytes), reading)
-        for number, each in enumerate(parsed.requests):
-            each.request_id = f"{request_id}-{number}" if number else request_id
-            read_profile(request, each)
+        parsed.request.request_id = request_id
+        read_profile(request, parsed.request)
         parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
         caller = Caller(_authorization(request), parent, deadline, reading.names)
         builder = reply(parsed, request_id, int(time.time()), self.frontend.token_bytes)

@@ -47,7 +47,7 @@ def parse_responses(body: bytes, reading: Reading) -> Parsed:
     fields.finish("/v1/responses", harmless=_HARMLESS, neutral=_NEUTRAL)
     details = {name: values[name] for name in _REPEATED if values.get(name) is not None}
     as_json(details, "body")  # or it could not be repeated
-    return Parsed((request,), streaming, calls=bool(tools), details=details)
+    return Parsed(request, streaming, calls=bool(tools), details=details)
 
 
 def _read_input(fields: Fields, chat: pb.ChatMessages) -> None:

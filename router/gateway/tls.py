@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from pageferry.core.errors import PermissionDeniedError
 from pageferry.core.security import SecurityConfig
+from pageferry.router.gateway.envelope import RequestIds
 from pageferry.router.gateway.errors import error_body, error_status
 from pageferry.router.gateway.protocol import HttpProtocol
 from pageferry.runtime.access import check_ids
@@ -41,7 +42,7 @@ class HttpTls:
                 try:
                     check_ids(_spiffe_ids(transport), "allowed_clients", allowed)
                 except PermissionDeniedError as error:
-                    self.app = _Refusal(error)
+                    self.app = RequestIds(_Refusal(error))
 
         return Protocol
 

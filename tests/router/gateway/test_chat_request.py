@@ -18,8 +18,7 @@ def parse(**fields: object) -> Parsed:
 
 
 def chat(**fields: object) -> pb.GenerateRequest:
-    (request,) = parse(**fields).requests
-    return request
+    return parse(**fields).request
 
 
 def test_every_field_reaches_the_request() -> None:
@@ -52,7 +51,7 @@ def test_every_field_reaches_the_request() -> None:
         max_repeats=5,
         prompt_logprobs=2,
     )
-    (request,) = parsed.requests
+    request = parsed.request
     assert parsed.streaming == Streaming(usage=True) and parsed.prompt_logprobs and not parsed.calls
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 4, 0.1)
@@ -172,7 +171,7 @@ def test_a_conversation_with_tools() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
     ]
     parsed = parse(messages=messages, tools=[TOOL], tool_choice="auto", parallel_tool_calls=True)
-    (request,) = parsed.requests
+    request = parsed.request
     user, assistant, tool = request.chat.messages
     assert parsed.calls and json.loads(request.chat.tools_json) == [TOOL]
     assert (user.name, assistant.content, json.loads(assistant.tool_calls_json)) == ("bob", "", [CALL])
@@ -181,7 +180,7 @@ def test_a_conversation_with_tools() -> None:
 
 def test_tools_that_may_not_be_called_are_not_told() -> None:
     parsed = parse(tools=[TOOL], tool_choice="none")
-    assert not parsed.calls and not parsed.requests[0].chat.tools_json
+    assert not parsed.calls and not parsed.request.chat.tools_json
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,8 @@ def input_of(request: pb.GenerateRequest) -> str | list[int]:
     ],
 )
 def test_forms_of_a_prompt(prompt: object, inputs: list[object]) -> None:
-    requests = parse(prompt, seed=5).requests
+    parsed = parse(prompt, seed=5)
+    requests = [parsed.request_of(number) for number in range(parsed.num_requests)]
     assert [input_of(request) for request in requests] == inputs
     assert all(request.sampling.seed == 5 and request.stop.max_tokens == 16 for request in requests)
 
@@ -58,10 +59,10 @@ def test_a_bad_prompt_is_named(prompt: object, message: str) -> None:
 
 def test_the_log_probabilities_of_an_echoed_prompt_are_asked_for() -> None:
     parsed = parse("a", echo=True, logprobs=2)
-    (request,) = parsed.requests
+    request = parsed.request
     assert (request.echo, request.sampling.logprobs, request.sampling.prompt_logprobs) == (True, 2, 2)
     assert parsed.echo_logprobs and not parsed.prompt_logprobs
-    assert not parse("a", echo=True).requests[0].sampling.HasField("prompt_logprobs")
+    assert not parse("a", echo=True).request.sampling.HasField("prompt_logprobs")
 
 
 def test_fields_of_chats_are_not_fields_of_completions() -> None:
@@ -70,4 +71,4 @@ def test_fields_of_chats_are_not_fields_of_completions() -> None:
             parse("a", **{name: 1})
     with pytest.raises(InvalidArgumentError, match="suffix is not supported"):
         parse("a", suffix="b")
-    assert parse("a", suffix="").requests
+    assert parse("a", suffix="").request.prompt == "a"

@@ -132,7 +132,7 @@ def test_items_become_messages() -> None:
         text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
         max_output_tokens=7,
     )
-    (request,) = parsed.requests
+    request = parsed.request
     told = [(message.role, message.content) for message in request.chat.messages]
     assert told == [
         *(("system", "Be brief."), ("user", "Weather?"), ("assistant", ""), ("tool", "rain")),
