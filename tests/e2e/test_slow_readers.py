@@ -1,7 +1,9 @@
-"""Fifty clients that read a message a second, and one that stops, through real processes."""
+"""Fifty clients that read a message a second, and two that stop, over gRPC and HTTP, through real processes."""
 
 import asyncio
 import contextlib
+import json
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -54,6 +56,33 @@ async def slow_reader(cluster: Cluster, number: int, pause_s: float | None) -> A
             await asyncio.gather(reading, return_exceptions=True)
 
 
+@contextlib.asynccontextmanager
+async def slow_reader_over_http(cluster: Cluster, number: int, pause_s: float | None) -> AsyncIterator[None]:
+    """The same of a stream of events."""
+
+    async def read() -> None:
+        await reader.readline()
+        while pause_s is not None and await reader.readline():  # noqa: ASYNC110 - it is slow
+            await asyncio.sleep(pause_s)
+
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", cluster.http_port))
+    reader, writer = await asyncio.open_connection(sock=connection, limit=2**16)
+    body = {"prompt": [number % 250 + 4] * 40, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    content = json.dumps(body | {"logprobs": 20, "stream": True}).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+    writer.write(b"content-length: %d\r\n\r\n%s" % (len(content), content))
+    reading = asyncio.create_task(read())
+    try:
+        yield
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        writer.close()
+
+
 async def generated(stub: Stub) -> int:
     status = await stub.GetStatus(pb.GetStatusRequest())
     return sum(worker.load.generated_tokens for worker in status.workers)
@@ -66,11 +95,13 @@ async def test_slow_readers_hold_up_nobody_and_cost_bounded_memory(cluster: Clus
     async with connected(cluster) as stub, contextlib.AsyncExitStack() as readers:
         await generate(stub, greedy([9] * 40, 200))
         before_mb, before = resident_mb(router), await generated(stub)
-        for number in range(NUM_SLOW):
+        for number in range(0, NUM_SLOW, 2):
             await readers.enter_async_context(slow_reader(cluster, number, 1.0))
+            await readers.enter_async_context(slow_reader_over_http(cluster, number + 1, 1.0))
         await readers.enter_async_context(slow_reader(cluster, NUM_SLOW, None))
+        await readers.enter_async_context(slow_reader_over_http(cluster, NUM_SLOW + 1, None))
         end = time.monotonic() + 100
-        while (done := await generated(stub) - before) < (NUM_SLOW + 1) * NUM_TOKENS:
+        while (done := await generated(stub) - before) < (NUM_SLOW + 2) * NUM_TOKENS:
             assert time.monotonic() < end, f"{done} tokens after 100 s: a slow reader holds the worker up"
             await asyncio.sleep(0.2)
         grown_mb = resident_mb(router) - before_mb

@@ -209,6 +209,7 @@ async def decodes_on(stub: Stub) -> str:
                     return worker.address
 
 
+@pytest.mark.field("ai-dynamo/dynamo#791", "smg-project/smg#1172")
 async def test_http_streams_finish_too_and_one_longer_than_the_grace_ends_with_an_error_event(
     deployment: Deployment,
 ) -> None:

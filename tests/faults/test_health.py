@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from cluster import generate, greedy
 from frozen import frozen, thread_of
@@ -48,6 +49,11 @@ async def wait_health(service: Service, wanted: str, limit_s: float = LIMIT_S) -
             assert time.monotonic() < began + limit_s, f"{service.name} still says {said}\n{service.output[-3000:]}"
             await asyncio.sleep(0.05)
     return time.monotonic() - began
+
+
+async def http_status(router: Service, path: str) -> int:
+    async with httpx.AsyncClient(base_url=router.http, timeout=LIMIT_S) as client:
+        return (await client.get(path)).status_code
 
 
 async def stalled(service: Service) -> bool:
@@ -108,8 +114,10 @@ async def test_a_router_without_its_decode_worker_is_not_serving_until_it_is_bac
 ) -> None:
     (worker,), (router,) = deployment.decode, deployment.routers
     await wait_health(router, "SERVING", 60)
+    assert [await http_status(router, path) for path in ("/health", "/ready")] == [200, 200]
     os.kill(worker.pid, signal_sent)
     assert await wait_health(router, "NOT_SERVING") < LIMIT_S
+    assert [await http_status(router, path) for path in ("/health", "/ready")] == [503, 503]
     if signal_sent is signal.SIGSTOP:
         os.kill(worker.pid, signal.SIGCONT)
     else:

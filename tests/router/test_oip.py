@@ -31,12 +31,14 @@ Stub: TypeAlias = "GRPCInferenceServiceAsyncStub"  # is in the generated stubs o
 TEXT = "streamed text"
 TOKENS = [4 + byte for byte in TEXT.encode()]
 
+CONFIG = ServerConfig(max_message_bytes=16 * 2**20)  # as the router has it
+
 
 @asynccontextmanager
 async def serving(tiny_model: Path, **options: Any) -> AsyncIterator[tuple[Rig, Stub, GrpcServer]]:
     async with AsyncExitStack() as stack:
         router = await stack.enter_async_context(Rig(str(tiny_model), Script(TOKENS), **options))
-        server = await stack.enter_async_context(GrpcServer(ServerConfig(), router.log.tracer()))
+        server = await stack.enter_async_context(GrpcServer(CONFIG, router.log.tracer()))
         server.add(add_GRPCInferenceServiceServicer_to_server, OpenInferenceServicer(router.frontend), OIP_SERVICE)
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}")
         yield router, GRPCInferenceServiceStub(await stack.enter_async_context(channel)), server
@@ -292,6 +294,17 @@ async def test_other_requests_that_are_refused(tiny_model: Path) -> None:
             error = await refusal(stub.ModelInfer(request))
             assert error.code().name == code
             assert message in error.details()
+
+
+@pytest.mark.field("llm-d/llm-d-router#1155", "laike9m/Cyberbrain#39")
+async def test_a_prompt_over_its_limit_is_refused_by_its_size(tiny_model: Path) -> None:
+    async with serving(tiny_model) as (router, stub, _):
+        request = ask()
+        request.inputs[0].contents.bytes_contents[0] = b"x" * (5 * 2**20)
+        error = await refusal(stub.ModelInfer(request))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error.details() == "prompt is 5242880 bytes, the limit is 1048576"
+        assert router.prefill.works == []
 
 
 async def test_health_and_metadata(tiny_model: Path) -> None:
