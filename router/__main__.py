@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_TraceServiceServicer_to_server
@@ -59,7 +60,8 @@ async def main(config: Config, stop: asyncio.Event) -> int:
 async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry, certificates: Certificates | None) -> None:
     files = resolve_model(config.engine.model)
     with lasting_objects():
-        tokenizer = load_tokenizer(files)
+        own_template = config.router.chat_template
+        tokenizer = load_tokenizer(files, Path(own_template) if own_template else None)
     if tokenizer.template.problem:
         log("no_chat_template", level="warning", problem=tokenizer.template.problem)
     fleet = Fleet(

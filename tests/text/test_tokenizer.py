@@ -9,14 +9,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from gguf_writer import write_gguf
 from hypothesis import given, strategies as st
+from tiny_gguf import METADATA, gguf_tensors
 from tiny_model import EOS_ID
 from tokenizers import Tokenizer as Encoder, pre_tokenizers
 
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
+from pageferry.core.gguf import GgufType
 from pageferry.core.model_files import map_gguf, resolve_model
 from pageferry.text.chat_template import ChatTemplate
 from pageferry.text.gguf_tokenizer import GgufVocabulary
+from pageferry.text.template_files import gguf_templates
 from pageferry.text.tokenizer import Tokenizer, load_tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -227,6 +231,77 @@ def test_template_from_a_file_of_its_own_and_from_a_list(copied: Path) -> None:
     assert load_tokenizer(resolve_model(str(copied))).apply_chat_template(USER) == "file"
 
 
+def test_a_template_of_the_users_own_goes_before_the_models(copied: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("own {{ eos_token }}", encoding="utf-8")
+    assert load_tokenizer(resolve_model(str(copied)), own).apply_chat_template(USER) == "own <|im_end|>"
+    with pytest.raises(InvalidArgumentError, match=r"none\.jinja can't be read"):
+        load_tokenizer(resolve_model(str(copied)), tmp_path / "none.jinja")
+
+
+def test_chats_with_tools_take_the_template_that_is_named_for_them(copied: Path) -> None:
+    (copied / "additional_chat_templates").mkdir()
+    (copied / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools|length }} tools", encoding="utf-8")
+    (copied / "chat_template.jinja").write_text("{{ tools is none }}", encoding="utf-8")
+    template = load_tokenizer(resolve_model(str(copied))).template
+    assert template.render(USER, {"tools": [{"type": "function"}]}) == "1 tools"
+    assert template.render(USER) == "True"
+
+
+def test_templates_of_a_gguf_are_found_by_name() -> None:
+    metadata = {"tokenizer.chat_template": "a", "tokenizer.chat_template.tool_use": "b", "tokenizer.chat_template.x": 1}
+    assert gguf_templates(metadata) == {"default": "a", "tool_use": "b"}
+
+
+def config_of(directory: Path, **changes: object) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 319}, "its token '<unused[0-9]+>' is 319, the model has 319 rows"),
+        ({"vocab_size": 400, "eos_token_id": 320}, "begins or ends texts with token 320, which it does not have"),
+        ({"vocab_size": 400, "bos_token_id": 399}, "begins or ends texts with token 399, which it does not have"),
+        ({"eos_token_id": [40, 50]}, "ends texts with token 40, which is text here"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused(copied: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"model: the tokenizer is not the model's: .*{message}") as caught:
+        load_tokenizer(resolve_model(str(config_of(copied, **changes))))
+    assert caught.value.reason == "TOKENIZER_MISMATCH"
+
+
+def test_an_end_that_the_tokenizer_does_not_have_is_refused(copied: Path) -> None:
+    (copied / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}), encoding="utf-8")
+    with pytest.raises(InvalidArgumentError, match=r"eos_token '<eos>' of tokenizer_config\.json is not in tokenizer"):
+        load_tokenizer(resolve_model(str(copied)))
+
+
+def test_the_tokenizers_own_end_counts_too(copied: Path) -> None:
+    config_of(copied, eos_token_id=[0])
+    assert load_tokenizer(resolve_model(str(copied))).eos_ids == (0, EOS_ID)
+
+
+def test_rows_without_a_token_are_no_text(copied: Path) -> None:
+    """Embeddings are padded to even sizes: what is drawn there must not show."""
+    tokenizer = load_tokenizer(resolve_model(str(config_of(copied, vocab_size=384))))
+    assert tokenizer.decode([5, 383, 320, 6]) == tokenizer.decode([5, 6])
+    assert tokenizer.piece(383) == ""
+
+
+def test_a_gguf_with_more_tokens_than_rows_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    tokens = ["1", "2", "3", "12", "123", *(f"<{index}>" for index in range(5, 321))]
+    path = tmp_path / "more.gguf"
+    metadata = METADATA | byte_level_metadata(tokens=tokens, token_type=[1] * 321)
+    path.write_bytes(write_gguf(metadata, gguf_tensors(tiny_model, GgufType.F32)))
+    with pytest.raises(InvalidArgumentError, match=r"more\.gguf: the tokenizer is not the model's: its token '<320>'"):
+        load_tokenizer(resolve_model(str(path)))
+
+
 @pytest.mark.parametrize("entry", [{"name": [], "template": "x"}, {"name": {}}, {"template": "x"}, "x", None])
 def test_entries_of_a_list_of_templates_that_are_none_are_left_out(copied: Path, entry: object) -> None:
     config = copied / "tokenizer_config.json"
@@ -281,6 +356,11 @@ def test_a_template_that_fails_does_not_show_the_chat() -> None:
     with pytest.raises(FailedPreconditionError, match="TypeError") as caught:
         ChatTemplate("{{ messages[0]['content'] + 1 }}", {}).render([{"role": "user", "content": "secret"}])
     assert "secret" not in caught.value.message
+
+
+def test_marks_of_what_the_model_says_are_left_out() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}!"
+    assert ChatTemplate(source, {}).render(USER) == "Hi!"
 
 
 def test_templates_run_in_a_sandbox() -> None:

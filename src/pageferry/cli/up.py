@@ -45,6 +45,7 @@ _SETTINGS = {
     "page_size": "engine.page_size",
     "kv_memory_mb": "engine.kv_memory_mb",
     "threads": "engine.threads",
+    "chat_template": "router.chat_template",
 }
 
 
@@ -52,6 +53,7 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers; 0: decode workers do it")
     parser.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers")
     parser.add_argument("--model", metavar="DIR|FILE.gguf|NAME", help="default smollm2, the packaged one")
+    parser.add_argument("--chat-template", metavar="FILE", help="whose chat template goes in place of the model's")
     add_engine_options(parser, _ENGINE_OPTIONS)
     parser.add_argument("--page-size", type=int, metavar="TOKENS", help="tokens a page; default 16")
     parser.add_argument(

@@ -170,6 +170,7 @@ class RouterConfig:
     local_advantage: float = 2.0  # times faster that it must be predicted to be, to compute longer ones; 1e9: never
     max_prompt_bytes: int = 1 << 20  # of prompt text, before tokenising
     salt_key: str = ""  # secret behind cache salts, the same on all routers of the same workers; empty: drawn at start
+    chat_template: str = ""  # a file, whose template goes in place of the model's
     normalise_system: bool = True  # even out a system prompt's outer whitespace and line ends, so that equal ones share
 
     def __post_init__(self) -> None:

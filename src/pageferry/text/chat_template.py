@@ -19,7 +19,8 @@ from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError
 
 _HOW_TO_SET = (
     "put a chat template into tokenizer_config.json or chat_template.jinja of the model's directory "
-    "(tokenizer.chat_template of a GGUF file), or send a prompt instead of a chat"
+    "(tokenizer.chat_template of a GGUF file), name a file of one with router.chat_template, or send a prompt instead "
+    "of a chat"
 )
 _SCRIPT = Path(__file__).with_name("template_process.py")
 _ENVIRONMENT = ("TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH")  # nothing else of the router's, which has secrets in it
@@ -34,8 +35,10 @@ Messages = Sequence[Mapping[str, Any]]
 class ChatTemplate:
     """Renders conversations. A template that is missing or broken is an error of each chat, not of the start."""
 
-    def __init__(self, source: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._job = None if source is None else {"source": source, "special_tokens": dict(special_tokens)}
+    def __init__(self, source: str | None, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
+        """`tool_source` is what chats with tools are rendered by, where a model has another template for them."""
+        job = {"source": source, "tool_source": tool_source, "special_tokens": dict(special_tokens)}
+        self._job = None if source is None else job
         self._process: _Process | None = None
         self._ending: weakref.finalize[..., ChatTemplate] | None = None
         self._lock = Lock()

@@ -15,13 +15,25 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_MEMORY_BYTES = 512 << 20
 MAX_CPU_S = 1.0  # of one request; the signal that comes then ends the process
 MAX_CHARACTERS = 8 << 20  # of a rendered chat
 Reply = dict[str, str]
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model says, for training; here it is left out."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
 def main() -> None:
@@ -32,10 +44,13 @@ def main() -> None:
     try:
         job = json.loads(connection.recv_bytes())
         template, reply = _timed(_compile, job["source"])
+        for_tools = template
+        if job["tool_source"] is not None and template is not None:
+            for_tools, reply = _timed(_compile, job["tool_source"])
         _send(connection, reply)
         while True:
-            request = json.loads(connection.recv_bytes())
-            _send(connection, _timed(_render, template, job["special_tokens"] | request))
+            request = job["special_tokens"] | json.loads(connection.recv_bytes())
+            _send(connection, _timed(_render, for_tools if request.get("tools") else template, request))
     except (EOFError, OSError):
         return
 
@@ -93,7 +108,9 @@ def _render(template: Template, values: Mapping[str, Any]) -> Reply:
 
 def _environment() -> ImmutableSandboxedEnvironment:
     """As transformers sets it up, so that templates written for it render the same."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now

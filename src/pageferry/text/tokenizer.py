@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from tokenizers import Tokenizer as Encoder
 
@@ -13,8 +13,11 @@ from pageferry.core.model_files import ModelFiles, load_config_of, map_gguf, nam
 from pageferry.text.chat_template import ChatTemplate
 from pageferry.text.gguf_tokenizer import GgufVocabulary
 from pageferry.text.pieces import PieceRule, Pieces, decoder_of
+from pageferry.text.template_files import DEFAULT, TOOL_USE, directory_templates, gguf_templates, read_template
 
-_DEFAULT_TEMPLATE = "default"  # of several named ones
+_SPECIAL_NAMES = ("bos", "eos", "unk", "pad")
+_GGUF_NAMES = {"unk": "unknown", "pad": "padding"}
+_MAX_SHOWN = 32  # characters of a token in a message
 
 
 class Tokenizer:
@@ -63,29 +66,38 @@ class Tokenizer:
         return self.template.render(messages, {"add_generation_prompt": add_generation_prompt})
 
 
-def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """Raises InvalidArgumentError, naming the file, where it can't be read or is of an unsupported kind."""
+def load_tokenizer(files: ModelFiles, template_file: Path | None = None) -> Tokenizer:
+    """With a chat template of the user's own in place of the model's, where a file of it is named.
+
+    Raises InvalidArgumentError, naming the file, where one can't be read, is of an unsupported kind, or does not match
+    the model.
+    """
     with naming(files.path):
-        return _from_gguf(files) if files.kind == "gguf" else _from_directory(files)
+        config = load_config_of(files)
+        encoder, bos_id, templates, special_tokens = (
+            _from_gguf(files) if files.kind == "gguf" else _from_directory(files)
+        )
+        eos_ids = check_match(encoder, config, special_tokens)
+    if template_file is not None:
+        templates = {DEFAULT: read_template(template_file)}
+    template = ChatTemplate(templates.get(DEFAULT), special_tokens, templates.get(TOOL_USE))
+    return Tokenizer(encoder, template=template, eos_ids=eos_ids, bos_id=bos_id)
 
 
-def _from_gguf(files: ModelFiles) -> Tokenizer:
+def _from_gguf(files: ModelFiles) -> "_Parts":
     buffer, file = map_gguf(files.path)
     buffer.close()
     vocabulary = GgufVocabulary(file.metadata)
-    template = file.metadata.get("tokenizer.chat_template")
-    special_tokens = {f"{name}_token": token for name in ("bos", "eos") if (token := vocabulary.token_of(name))}
+    special_tokens = {
+        f"{name}_token": token for name in _SPECIAL_NAMES if (token := vocabulary.token_of(_GGUF_NAMES.get(name, name)))
+    }
     with _reading(files.path):
         encoder = vocabulary.build()
-    return Tokenizer(
-        encoder,
-        template=ChatTemplate(template if isinstance(template, str) else None, special_tokens),
-        eos_ids=ModelConfig.from_gguf(file, files.name).eos_ids,
-        bos_id=vocabulary.get("bos_token_id") if vocabulary.adds_bos else None,
-    )
+    bos_id = vocabulary.get("bos_token_id") if vocabulary.adds_bos else None
+    return _Parts(encoder, bos_id, gguf_templates(file.metadata), special_tokens)
 
 
-def _from_directory(files: ModelFiles) -> Tokenizer:
+def _from_directory(files: ModelFiles) -> "_Parts":
     path = files.path / "tokenizer.json"
     if not path.is_file():
         raise InvalidArgumentError(f"model directory {files.path} has no tokenizer.json", reason="MODEL_INVALID")
@@ -96,15 +108,45 @@ def _from_directory(files: ModelFiles) -> Tokenizer:
     encoder.no_padding()
     config_path = files.path / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
-    special_tokens = {
-        name: token for name in ("bos_token", "eos_token") if (token := _token_text(config.get(name))) is not None
-    }
-    return Tokenizer(
-        encoder,
-        template=ChatTemplate(_template_of(files.path, config), special_tokens),
-        eos_ids=load_config_of(files).eos_ids,
-        bos_id=None,
-    )
+    names = [f"{name}_token" for name in _SPECIAL_NAMES]
+    special_tokens = {name: token for name in names if (token := _token_text(config.get(name))) is not None}
+    return _Parts(encoder, None, directory_templates(files.path, config), special_tokens)
+
+
+class _Parts(NamedTuple):
+    encoder: Encoder
+    bos_id: int | None  # put before texts that are no chats
+    templates: Mapping[str, str]  # by name
+    special_tokens: Mapping[str, str]  # what templates know
+
+
+def check_match(encoder: Encoder, config: ModelConfig, special_tokens: Mapping[str, str]) -> tuple[int, ...]:
+    """The ids that end a text: the model's, and the tokenizer's own one.
+
+    Raises InvalidArgumentError where the tokenizer has a token that the model has no row for, lacks one that the model
+    begins or ends texts with, or has an ordinary piece of text where the model ends its texts.
+    """
+    token, most = max(encoder.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1], default=("", -1))
+    if most >= config.vocab_size:
+        raise _mismatch(f"its token {token[:_MAX_SHOWN]!r} is {most}, the model has {config.vocab_size} rows")
+    ids = [*config.eos_ids, *([] if config.bos_id is None else [config.bos_id])]
+    if missing := [token_id for token_id in ids if encoder.id_to_token(token_id) is None]:
+        raise _mismatch(f"the model begins or ends texts with token {missing[0]}, which it does not have")
+    added = encoder.get_added_tokens_decoder()
+    if added and config.eos_ids and not set(config.eos_ids) & set(added):
+        end = config.eos_ids[0]
+        piece = str(encoder.id_to_token(end))[:_MAX_SHOWN]
+        raise _mismatch(f"the model ends texts with token {end}, which is text here, {piece!r}")
+    own = special_tokens.get("eos_token")
+    own_id = None if own is None else encoder.token_to_id(own)
+    if own is not None and own_id is None:
+        raise _mismatch(f"eos_token {own[:_MAX_SHOWN]!r} of tokenizer_config.json is not in tokenizer.json")
+    return tuple(dict.fromkeys([*config.eos_ids, *([] if own_id is None else [own_id])]))
+
+
+def _mismatch(text: str) -> InvalidArgumentError:
+    message = f"the tokenizer is not the model's: {text}"
+    return InvalidArgumentError(message, reason="TOKENIZER_MISMATCH")
 
 
 @contextmanager
@@ -129,19 +171,4 @@ def _token_text(value: object) -> str | None:
     """A special token of tokenizer_config.json, which is a text or an object with one."""
     if isinstance(value, dict):
         value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _template_of(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template's text, from the file of its own, else from the configuration: a text, or a list of named ones."""
-    own_file = directory / "chat_template.jinja"
-    if own_file.is_file():
-        try:
-            return own_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidArgumentError(f"{own_file} can't be read: {error}", reason="MODEL_INVALID") from None
-    value = config.get("chat_template")
-    if isinstance(value, list):
-        entries = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == _DEFAULT_TEMPLATE]
-        value = entries[-1].get("template") if entries else None
     return value if isinstance(value, str) else None
