@@ -18,7 +18,6 @@ from pageferry.kernels.sequences import Sequences
 
 # By their numbers in the compiled kernels.
 _ELEMENTS = (Element.FP32, Element.BF16, Element.FP16, Element.FP8_E4M3, Element.INT8, Element.INT4)
-HEAD_DIM_MULTIPLE = 16  # of what the compiled kernels take
 
 
 @dataclass(frozen=True, slots=True)

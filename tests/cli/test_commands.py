@@ -176,7 +176,7 @@ def test_wrong_usage_exits_with_2(argv: tuple[str, ...], capsys: pytest.CaptureF
 
 def test_every_command_has_help() -> None:
     (commands,) = [action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction)]
-    names = {"up", "generate", "chat", "status", "trace", "drain", "bench", "key", "demo"}
+    names = {"up", "generate", "chat", "status", "trace", "drain", "bench", "models", "key", "demo"}
     assert set(commands.choices) == names
     assert all("--help" in parser.format_help() for parser in commands.choices.values())
 

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 from safetensors.numpy import save
 
 from pageferry.core.model_files import ModelFiles, safetensors_paths
+from pageferry.core.safetensors import read_header
 from pageferry.engine.hf_tensors import HfTensors
 
 WRITTEN = save({"a": np.ones((2, 3), np.float32), "b": np.zeros(5, np.float16), "c": np.zeros((0, 4), np.float32)})
@@ -54,6 +55,8 @@ def test_a_file(directory: Path, data: bytes) -> None:
             tensors.first_bytes(name)
             assert tuple(tensors.load(name).shape) == tensors.shapes[name]
         tensors.close()
+    with held_to_contract():
+        read_header(path)
 
 
 INDEX = {"metadata": {"total_size": 1}, "weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from pageferry import __version__
-from pageferry.cli import bench, chat, demo, drain, generate, key, status, trace, up
+from pageferry.cli import bench, chat, demo, drain, generate, key, models, status, trace, up
 from pageferry.cli.arguments import API_KEY_VARIABLE
 from pageferry.core.errors import PageferryError, UnauthenticatedError, UnavailableError
 
@@ -28,6 +28,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
     "trace": (trace.add_command, "show a request's way as a waterfall"),
     "drain": (drain.add_command, "take a router or worker out of work, and wait until nothing is open"),
     "bench": (bench.add_command, "put load on a server, this one or another, and measure it"),
+    "models": (models.add_command, "say what is understood of a model, and how much memory it needs"),
     "key": (key.add_command, "make an API key for a caller"),
     "demo": (demo.add_command, "start three processes, ask one question, show its trace"),
 }

@@ -17,6 +17,7 @@ from pageferry.core.groups import CacheGroup, groups_text
 from pageferry.core.pool import PageId
 
 PROTOCOL_VERSION = 1
+HEAD_DIM_MULTIPLE = 16  # of what the compiled kernels take
 MAX_FRAME_BYTES = 1 << 20
 TAIL_FORMAT = PageFormat.parse("fp16")
 _ALIGN = 64

@@ -21,6 +21,14 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
+_GGUF_DEFAULTS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
@@ -29,6 +37,11 @@ class ModelFiles:
     name: str
     kind: Literal["gguf", "hf"]
     path: Path
+
+
+def packaged_models() -> dict[str, str]:
+    """By name, the Python packages that hold them."""
+    return dict(_PACKAGED)
 
 
 def resolve_model(spec: str) -> ModelFiles:
@@ -77,15 +90,19 @@ def load_config_of(files: ModelFiles) -> ModelConfig:
 
 
 def sampling_defaults(files: ModelFiles) -> dict[str, float]:
-    """The model's own, from `generation_config.json` of a directory; a GGUF file has none.
+    """The model's own, from `generation_config.json` of a directory, or `general.sampling` of a GGUF file.
 
     Raises InvalidArgumentError, naming the file, for values that no request could ask for either.
     """
-    path = files.path / "generation_config.json"
-    if files.kind != "hf" or not path.is_file():
-        return {}
-    config = read_json(path)
-    defaults = {name: config[name] for name in _SAMPLING_DEFAULTS if isinstance(config.get(name), int | float)}
+    path = files.path if files.kind == "gguf" else files.path / "generation_config.json"
+    if files.kind == "gguf":
+        buffer, file = map_gguf(path)
+        buffer.close()
+        config = {name: file.metadata.get(f"general.sampling.{key}") for name, key in _GGUF_DEFAULTS.items()}
+    else:
+        config = read_json(path) if path.is_file() else {}
+    found = {name: config.get(name) for name in _SAMPLING_DEFAULTS}
+    defaults: dict[str, Any] = {name: value for name, value in found.items() if isinstance(value, int | float)}
     with naming(path, "MODEL_INVALID"):
         if type(defaults.get("top_k", 0)) is not int:
             raise invalid("top_k", defaults["top_k"], "must be a whole number")

@@ -1,6 +1,5 @@
 """Tensors of a GGUF file: dequantised, under Hugging Face names and in its order of rows."""
 
-import re
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pageferry.core.gguf import GgufTensor, GgufType
+from pageferry.core.gguf_names import hf_name
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import map_gguf
 from pageferry.engine.gguf_blocks import as_multiplied, dequantise
@@ -18,24 +18,6 @@ from pageferry.engine.tensors import FINGERPRINT_BYTES
 
 Rows = TypeVar("Rows", Tensor, NDArray[np.uint8])
 ROPE_FACTORS = "rope_freqs.weight"  # its own name: Hugging Face files have no such tensor
-_TOP = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 
 
 class GgufTensors:
@@ -44,7 +26,7 @@ class GgufTensors:
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._buffer, file = map_gguf(path)
         self._config = config
-        self._tensors = {_hf_name(name): tensor for name, tensor in file.tensors.items()}
+        self._tensors = {hf_name(name): tensor for name, tensor in file.tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -96,11 +78,3 @@ class GgufTensors:
 def _unpermute(rows: Rows, num_heads: int) -> Rows:
     """Rows of each head from pairs (i, i + D/2) interleaved to halves; weights [H D, N] and biases [H D]."""
     return rows.reshape(num_heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
-
-
-def _hf_name(name: str) -> str:
-    stem, _, suffix = name.rpartition(".")
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if match and match[2] in _LAYER:
-        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{suffix}"
-    return f"{_TOP[stem]}.{suffix}" if stem in _TOP else name

@@ -14,7 +14,7 @@ from pageferry.core.cores import num_cores
 from pageferry.core.errors import InvalidArgumentError, invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
-from pageferry.core.layout import CacheLayout
+from pageferry.core.layout import HEAD_DIM_MULTIPLE, CacheLayout
 from pageferry.core.memory import MemoryPlan, context_limit, plan_memory, unpacked_bytes
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
@@ -35,7 +35,6 @@ from pageferry.engine.runner import ForwardPass, TorchRunner
 from pageferry.engine.tensors import TensorFiles
 from pageferry.engine.warm_up import warm_up_plans
 from pageferry.engine.weights import load_weights
-from pageferry.kernels.append_pages import HEAD_DIM_MULTIPLE
 from pageferry.kernels.cpu_library import CpuKernels, Isa, load_kernels
 
 _MODEL_REASONS = ("MODEL_FILE_INVALID", "MODEL_TENSORS")
