@@ -7,6 +7,7 @@ from pageferry.core.config import Config
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.handoff import TicketTable
 from pageferry.core.limits import ModelLimits
+from pageferry.core.model_files import resolve_model
 from pageferry.core.pools import PagePools
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
@@ -16,6 +17,8 @@ from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.staging import MAX_STAGED_BYTES
 from pageferry.runtime.worker_main import LoadedEngine, WorkerMain, WorkerParts, advertised_host
 from pageferry.runtime.worker_process import run_worker
+from pageferry.text.grammar import Grammars
+from pageferry.text.tokenizer import load_tokenizer
 from pageferry.v1.decode_pb2 import DecodeRequest, SubscribeRequest
 from pageferry.v1.decode_pb2_grpc import DecodeServiceServicer, add_DecodeServiceServicer_to_server
 from pageferry.v1.page_pb2_grpc import PageServiceServicer
@@ -71,7 +74,10 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
         server = parts.config.server
         kv_endpoint = f"{advertised_host(server)}:{server.advertised_port or parts.port}"
         served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff)
-        return DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)
+        worker = DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)
+        model = parts.config.engine.model
+        worker.constraints = Grammars(lambda: load_tokenizer(resolve_model(model)), limits.vocab_size)
+        return worker
 
     def chunk_tokens(self, config: Config) -> int:
         return config.scheduler.local_chunk_tokens

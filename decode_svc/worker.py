@@ -15,7 +15,6 @@ from pageferry.core.handoff import TICKET_BYTES
 from pageferry.core.limits import ModelLimits
 from pageferry.core.page_io import PageSink
 from pageferry.core.plan import Emitted
-from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.call import Call, first_own_ms
 from pageferry.decode_svc.desk import EngineDesk
 from pageferry.decode_svc.step import Completed, DecodeStep, Event, Failed, Figures, HandoffEnded
@@ -25,7 +24,7 @@ from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.work_calls import WorkCalls, counted, deadline_of
+from pageferry.runtime.work_calls import WorkCalls, counted
 from pageferry.runtime.worker_step import ChunkDone
 from pageferry.v1 import decode_pb2 as pb
 
@@ -68,9 +67,10 @@ class DecodeWorker(WorkCalls[Call, Event]):
             self._served.limits.check(work)
             if request.source not in (pb.PROMPT_SOURCE_PUSHED, pb.PROMPT_SOURCE_LOCAL):
                 raise invalid("source", request.source, "must be PUSHED or LOCAL")
+            is_pushed = request.source == pb.PROMPT_SOURCE_PUSHED
             with self._ids.claim(work.request_id):
-                sequence = Sequence(work, self._clock(), deadline_of(context, self._clock))
-                call = Call(sequence, request.source == pb.PROMPT_SOURCE_PUSHED, request.call)
+                sequence = await self._new_sequence(work, context, computes_prompt=not is_pushed)
+                call = Call(sequence, is_pushed, request.call)
                 self.subscriptions.join(request.subscription, call)
                 self._calls[sequence] = call  # before the engine knows of it, so that no event is lost
                 try:

@@ -5,6 +5,7 @@ from typing import Any
 
 from pageferry.core.config import Config
 from pageferry.core.limits import ModelLimits
+from pageferry.core.model_files import resolve_model
 from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.prefill_svc.shipping import DecodeChannels
@@ -15,6 +16,8 @@ from pageferry.runtime.push import PushParts
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_main import LoadedEngine, WorkerMain, WorkerParts
 from pageferry.runtime.worker_process import run_worker
+from pageferry.text.grammar import Grammars
+from pageferry.text.tokenizer import load_tokenizer
 from pageferry.v1.prefill_pb2 import PrefillRequest
 from pageferry.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from pageferry.v1.worker_pb2 import WORKER_ROLE_PREFILL
@@ -45,7 +48,10 @@ class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
         step = PrefillStep(scheduler, pools, engine.runner, parts.clock)
         push_parts = PushParts(engine.pages, parts.executor, parts.config.handoff, parts.tracer, clock=parts.clock)
         channels = DecodeChannels(lambda endpoint: open_channel(endpoint, parts.tracer, parts.certificates))
-        return PrefillWorker(step, limits, push_parts, channels, parts.publisher, parts.clock)
+        worker = PrefillWorker(step, limits, push_parts, channels, parts.publisher, parts.clock)
+        model = parts.config.engine.model
+        worker.constraints = Grammars(lambda: load_tokenizer(resolve_model(model)), limits.vocab_size)
+        return worker
 
     def chunk_tokens(self, config: Config) -> int:
         return config.scheduler.chunk_tokens

@@ -21,7 +21,7 @@ from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_
 from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.work_calls import WorkCalls, counted, deadline_of
+from pageferry.runtime.work_calls import WorkCalls, counted
 from pageferry.runtime.worker_step import ChunkDone
 from pageferry.v1.prefill_pb2 import (
     FirstToken,
@@ -94,7 +94,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         with counted(self._publisher.metrics) as outcome:
             work = work_from_proto(request.work)
             self._limits.check(work)
-            call = _Call(Sequence(work, self._clock(), deadline_of(context, self._clock)))
+            call = _Call(await self._new_sequence(work, context, computes_prompt=True))
             if request.HasField("target"):
                 self._prepare_shipment(call, request.target)
             with self._ids.claim(work.request_id):

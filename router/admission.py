@@ -13,10 +13,13 @@ from pageferry.core.errors import (
     PermissionDeniedError,
     invalid,
 )
+from pageferry.core.limits import ModelLimits
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.tenants import ANYBODY, Tenant
 from pageferry.router.prompts import Prompts, check_ids
 from pageferry.runtime.convert_work import sampling_from_proto
+from pageferry.text import bad_words
+from pageferry.text.grammar import Grammars
 from pageferry.text.tokenizer import Tokenizer
 from pageferry.v1.inference_pb2 import GenerateRequest, TokenizeRequest
 from pageferry.v1.types_pb2 import StopConditions
@@ -83,6 +86,7 @@ class Admission:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._prompts = Prompts(tokenizer, vocab_size, config)
+        self._grammars = Grammars(lambda: tokenizer, vocab_size)
         self._limits = limits
         self._defaults = defaults
         self._clock = clock
@@ -97,10 +101,10 @@ class Admission:
         n, num_choices = _num_choices(request)
         if request.echo and request.HasField("chat"):
             raise invalid("echo", True, "must not be set with chat, whose text is the template's")
-        sampling = sampling_from_proto(request.sampling, {"seed": secrets.randbits(64), **self._defaults})
         check_ids("stop.stop_token_ids", request.stop.stop_token_ids, self._vocab_size)
         _check_stop_strings(request.stop_strings)
         _check_counts(request.stop)
+        sampling = await self._sampling(request)
         began = self._clock()
         prompt_ids = await self._prompts.of_generate(request)
         tokenize_s = self._clock() - began
@@ -135,13 +139,28 @@ class Admission:
                 f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served, but {self.model!r} is", reason="MODEL_NOT_FOUND"
             )
 
+    async def _sampling(self, request: GenerateRequest) -> SamplingParams:
+        sampling = sampling_from_proto(request.sampling, {"seed": secrets.randbits(64), **self._defaults})
+        ModelLimits(self._vocab_size, self._limits().max_model_tokens).check_sampling(sampling)
+        bad_words.check(request.bad_words)
+        if sampling.grammar is not None:
+            if request.HasField("beam"):
+                raise invalid("beam", f"width {request.beam.width}", "can't be combined with a grammar")
+            if request.stop.ignore_eos:
+                raise invalid("stop.ignore_eos", True, "can't be combined with a grammar, which ends with that token")
+            await self._grammars.check(sampling.grammar)
+        if request.bad_words:
+            banned = await asyncio.to_thread(bad_words.token_sequences, request.bad_words, self._tokenizer)
+            sampling = replace(sampling, banned=(*sampling.banned, *banned))
+        return sampling
+
     def _stop(self, stop: StopConditions, num_prompt: int, max_pages: int, num_choices: int) -> StopParams:
         max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
         most = self._most_tokens(num_prompt, max_tokens, max_pages, num_choices)
         stop_token_ids = frozenset(stop.stop_token_ids)
         if not stop.ignore_eos:
             stop_token_ids |= frozenset(self._tokenizer.eos_ids)
-        return StopParams(most, stop.min_tokens, stop_token_ids)
+        return StopParams(most, stop.min_tokens, stop_token_ids, stop.max_repeats)
 
     def _most_tokens(self, num_prompt: int, max_tokens: int | None, max_pages: int, num_choices: int) -> int:
         """`max_tokens`, or where it is absent what fits; raises InvalidArgumentError where it can never fit."""
@@ -219,5 +238,5 @@ def _check_priority(priority: int, tenant: Tenant) -> None:
 
 def _check_counts(stop: StopConditions) -> None:
     """What is wrong with the numbers themselves, before it is known how long the prompt is."""
-    if stop.HasField("max_tokens"):
-        StopParams(stop.max_tokens, stop.min_tokens)
+    most = stop.max_tokens if stop.HasField("max_tokens") else max(1, stop.min_tokens)
+    StopParams(most, stop.min_tokens, max_repeats=stop.max_repeats)

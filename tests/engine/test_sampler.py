@@ -9,9 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.limits import ModelLimits
 from pageferry.core.plan import SampledToken, SampleFailure
-from pageferry.core.sampling import SamplingParams, StopParams
-from pageferry.core.sequence import Sequence, WorkItem
+from pageferry.core.sampling import Grammar, GrammarKind, SamplingParams, StopParams
+from pageferry.core.sequence import FinishReason, Sequence, WorkItem
 from pageferry.engine.draw import uniform
 from pageferry.engine.sampler import Sampler, SampleRow
 
@@ -286,3 +288,116 @@ def test_when_every_token_is_a_stop_the_sequence_fails() -> None:
         results = sample(torch.zeros(1, 2), [sequence(stop=stop, temperature=temperature)])
         assert isinstance(results[0], SampleFailure)
         assert "min_tokens" in results[0].message
+
+
+class Allows:
+    """A constraint under which these ids may come; `problem` when they have run out."""
+
+    def __init__(self, *allowed: set[int], vocab_size: int = VOCAB) -> None:
+        self.num_accepted, self.problem, self.accepted = 0, "", list[int]()
+        self._allowed, self._vocab_size = allowed, vocab_size
+
+    def accept(self, token_ids: ListLike[int]) -> None:
+        self.accepted += token_ids
+        self.num_accepted += len(token_ids)
+
+    def allowed(self) -> bytes | None:
+        if self.num_accepted >= len(self._allowed):
+            self.problem = "it goes no further"
+            return None
+        bits = sum(1 << token_id for token_id in self._allowed[self.num_accepted])
+        return bits.to_bytes(-(-self._vocab_size // 8) + 4, "little")
+
+
+def constrained(constraint: Allows, **params: Any) -> Sequence:
+    target = sequence(**params)
+    target.constraint = constraint
+    return target
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.01}])
+def test_only_what_a_grammar_allows_is_drawn_and_reported(params: dict[str, Any]) -> None:
+    allowed = {3, 17, 299}
+    for seed in range(40):
+        result = draw(rows(1, seed)[0], constrained(Allows(allowed), seed=seed, num_logprobs=5, **params))
+        assert result.token_id in allowed
+        assert {token_id for token_id, _ in result.top} == allowed
+        assert sum(math.exp(logprob) for _, logprob in result.top) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_grammar_goes_forward_with_tokens_that_are_accepted_only() -> None:
+    constraint = Allows({1}, {2}, {3}, {4}, {5})
+    target = constrained(constraint, output=[1, 2], temperature=0)
+    assert draw(rows(1)[0], target).token_id == 3
+    assert constraint.accepted == [1, 2]
+    target.append(3)
+    (result,) = SAMPLER.sample(rows(1), [SampleRow(target, (4,))])
+    assert result == SampledToken(5)
+    assert constraint.accepted == [1, 2, 3, 4]
+    target.append(4)
+    (result,) = SAMPLER.sample(rows(1), [SampleRow(target)])
+    assert result == SampledToken(5)
+    assert constraint.accepted == [1, 2, 3, 4]
+
+
+def test_a_grammar_that_breaks_off_fails_its_sequence_alone() -> None:
+    logits = rows(3)
+    targets = [sequence(), constrained(Allows()), sequence()]
+    expected = sample(logits.clone(), [sequence()] * 3)
+    assert sample(logits.clone(), targets) == (
+        expected[0],
+        SampleFailure("no token may follow at position 0: it goes no further"),
+        expected[2],
+    )
+
+
+def test_a_grammar_and_bans_that_leave_nothing_fail_with_both_named() -> None:
+    (result,) = sample(rows(1), [constrained(Allows({4}), banned=((4,),))])
+    assert isinstance(result, SampleFailure)
+    assert "the grammar and what is banned" in result.message
+
+
+def test_a_complete_answer_ends_before_min_tokens_where_nothing_else_may_follow() -> None:
+    grammar, stop = Grammar(GrammarKind.REGEX, "a"), StopParams(10, min_tokens=5, stop_token_ids=frozenset({2}))
+    target = constrained(Allows({1, 2}, {2}), grammar=grammar, stop=stop, temperature=0)
+    for expected in (1, 2):
+        target.append(draw(rows(1)[0], target).token_id)
+        assert target.token_ids[-1] == expected
+    assert target.finish_reason() is FinishReason.STOP
+
+
+def test_bias_is_added_before_the_draw_and_what_is_reported() -> None:
+    logits = rows(1)[0]
+    result = draw(logits, sequence(logit_bias=((7, 100.0), (9, -100.0)), num_logprobs=2, temperature=0))
+    assert result.token_id == 7
+    logits[7] += 100
+    logits[9] -= 100
+    assert result.logprob == pytest.approx(float(torch.log_softmax(logits, -1)[7]), abs=1e-5)
+    assert 9 not in support(LADDER.repeat(2), logit_bias=((9, -100.0),))
+
+
+def test_the_last_token_of_a_banned_sequence_is_out_of_reach_behind_the_others() -> None:
+    logits = torch.tensor([0.0, 1.0, 9.0, 8.0])
+    banned = ((3,), (1, 2), (0, 1, 2, 1))
+    for prompt, output, expected in (
+        ([1], [], 2),  # the prompt's tokens are not generated ones
+        ([1], [1], 1),
+        ([0], [0, 1, 2], 2),
+    ):
+        target = sequence(prompt=prompt, output=output, banned=banned, temperature=0)
+        assert draw(logits, target).token_id == expected
+    (result,) = SAMPLER.sample(logits[None].clone(), [SampleRow(sequence(banned=banned, temperature=0), (1,))])
+    assert result == SampledToken(1)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"logit_bias": ((1500, -100.0),)}, "logit_bias is 1500, must be a token id from 0 to 999"),
+        ({"banned": ((3,), (4, 1000))}, r"banned\[1\] is 1000, must be a token id from 0 to 999"),
+    ],
+)
+def test_workers_refuse_ids_outside_the_vocabulary(params: dict[str, Any], message: str) -> None:
+    limits, work = ModelLimits(1000, 2000), sequence(**params).work
+    with pytest.raises(InvalidArgumentError, match=message):
+        limits.check(work)

@@ -22,6 +22,7 @@ from pageferry.core.tenants import Tenant
 from pageferry.router.admission import Admission, Limits
 from pageferry.text.tokenizer import Tokenizer, load_tokenizer
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
+from pageferry.v1.types_pb2 import BeamSearch, Choices, Grammar, SamplingParams, StopConditions, TokenSequence
 
 EOS = 2
 CONTEXT_ONLY = Limits(2048, None, None)
@@ -316,3 +317,54 @@ async def test_answers_share_the_full_pages_of_the_prompt_and_a_tenants_pages_ho
         await admission().admit(ask(40, max_tokens=26, n=4), tenant)
     assert caught.value.reason == "EXCEEDS_TENANT_PAGES"
     assert (await admission().admit(ask(40, max_tokens=26, n=1), tenant)).num_pages == 5
+
+
+def sampled(**fields: object) -> pb.GenerateRequest:
+    return ask(sampling=SamplingParams(**fields), max_tokens=5)
+
+
+SCHEMA = Grammar(json_schema='{"type": "array", "uniqueItems": true}')
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (sampled(logit_bias={320: 1.0}), "logit_bias is 320, must be a token id from 0 to 319"),
+        (sampled(logit_bias={3: 101.0}), r"logit_bias\[3\] is 101.0, must be from -100 to 100"),
+        (sampled(banned=[TokenSequence(ids=[3, 320])]), r"banned\[0\] is 320, must be a token id from 0 to 319"),
+        (sampled(banned=[TokenSequence()]), "banned is .*, must hold at least one token id each"),
+        (ask(bad_words=["x"] * 65), "bad_words is '65 words', must be at most 64"),
+        (ask(stop=StopConditions(max_repeats=1)), r"max_repeats is 1, must be 0 \(off\) or from 2 to 1000"),
+        (sampled(grammar=SCHEMA), "grammar.json_schema is .*can't be compiled: .*uniqueItems"),
+        (sampled(grammar=Grammar()), "grammar is None, must have one kind set"),
+        (sampled(grammar=Grammar(choices=Choices())), "grammar.choices .*must be at least one text"),
+        (
+            ask(sampling=SamplingParams(grammar=Grammar(regex="a")), stop=StopConditions(ignore_eos=True)),
+            "stop.ignore_eos is True, can't be combined with a grammar",
+        ),
+        (
+            ask(sampling=SamplingParams(grammar=Grammar(regex="a")), beam=BeamSearch(width=2)),
+            "beam is 'width 2', can't be combined with a grammar",
+        ),
+    ],
+)
+def test_sampling_that_cannot_be_done_is_refused_before_any_work(
+    admission: Make, request_: pb.GenerateRequest, message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        asyncio.run(admission().admit(request_))
+
+
+def test_bad_words_become_banned_sequences_and_max_repeats_goes_on(admission: Make, tokenizer: Tokenizer) -> None:
+    request = sampled(banned=[TokenSequence(ids=[7, 8])])
+    request.bad_words.append("the")
+    request.stop.max_repeats = 4
+    admitted = asyncio.run(admission().admit(request))
+    assert admitted.sampling.banned == ((7, 8), tuple(tokenizer.encode("the")), tuple(tokenizer.encode(" the")))
+    assert admitted.stop.max_repeats == 4
+
+
+def test_a_grammar_goes_on_as_it_is(admission: Make) -> None:
+    admitted = asyncio.run(admission().admit(sampled(grammar=Grammar(choices=Choices(texts=["a", "b"])))))
+    assert admitted.sampling.grammar is not None
+    assert admitted.sampling.grammar.text == '["a", "b"]'

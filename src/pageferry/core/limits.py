@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
+from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import WorkItem
 
 
@@ -16,10 +17,17 @@ class ModelLimits:
         for field, ids in (("prompt_ids", work.prompt_ids), ("output_ids", work.output_ids)):
             self._check_ids(field, ids)
         self._check_ids("stop_token_ids", tuple(work.stop.stop_token_ids))
+        self.check_sampling(work.sampling)
         if len(work.output_ids) >= work.stop.max_tokens:
             limit = f"leave nothing of max_tokens, {work.stop.max_tokens}"
             raise invalid("output_ids", f"{len(work.output_ids)} tokens", limit)
         self.check_length(len(work.prompt_ids), work.stop.max_tokens)
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise InvalidArgumentError for a bias or a ban of what is no token id."""
+        self._check_ids("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias))
+        for index, ids in enumerate(sampling.banned):
+            self._check_ids(f"banned[{index}]", ids)
 
     def check_length(self, num_prompt: int, max_tokens: int) -> None:
         if num_prompt + max_tokens <= self.max_model_tokens:

@@ -4,11 +4,17 @@ from array import array
 from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+from pageferry.core.bans import Bans
+from pageferry.core.constraint import Constraint
 from pageferry.core.pool import PageId
+from pageferry.core.repetition import RepetitionGuard
 from pageferry.core.sampling import BeamParams, SamplingParams, StopParams
 from pageferry.core.token_counts import TokenCounts
+
+if TYPE_CHECKING:
+    from pageferry.core.plan import SampledToken
 
 NO_PAGE = PageId(-1)
 PageTable = MutableSequence[PageId]  # what `page_table` makes
@@ -75,9 +81,13 @@ class Sequence:
     num_steps: int = 0
     first_scheduled: float | None = None
     first_token_time: float | None = None
+    constraint: Constraint | None = None  # where the work has a grammar
+    prompt_logprobs: "list[SampledToken] | None" = None  # of its prompt's tokens but the first, where they are wanted
     root: "Sequence | None" = None  # whose beam it is
     beams: "list[Sequence]" = field(default_factory=list)  # best first
     _counts: TokenCounts | None = None  # once they have been asked for
+    _bans: Bans | None = None
+    _guard: RepetitionGuard | None = None
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -127,8 +137,33 @@ class Sequence:
         self._counts.count(self.token_ids, self.num_prompt)
         return self._counts
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some of them are still to compute, so that its prompt can't be taken from a cache."""
+        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
+
+    def bans(self) -> Bans:
+        """Of its work."""
+        if self._bans is None:
+            self._bans = Bans(self.work.sampling.banned)
+        return self._bans
+
     def finish_reason(self) -> FinishReason | None:
-        """Whether the last token ends it. `min_tokens` wins over stop ids until it is reached."""
-        if self.num_output >= self.work.stop.min_tokens and self.token_ids[-1] in self.work.stop.stop_token_ids:
-            return FinishReason.STOP if self.num_output > 0 else None
-        return FinishReason.LENGTH if self.num_output >= self.work.stop.max_tokens else None
+        """Whether the last token ends it.
+
+        `min_tokens` wins over stop ids until it is reached, but not over a grammar that lets nothing else follow.
+        """
+        if self.num_output == 0:
+            return None
+        stop = self.work.stop
+        may_stop = self.num_output >= stop.min_tokens or self.work.sampling.grammar is not None
+        if may_stop and self.token_ids[-1] in stop.stop_token_ids:
+            return FinishReason.STOP
+        if stop.max_repeats and self._is_repeating():
+            return FinishReason.REPETITION
+        return FinishReason.LENGTH if self.num_output >= stop.max_tokens else None
+
+    def _is_repeating(self) -> bool:
+        if self._guard is None:
+            self._guard = RepetitionGuard()
+        return self._guard.repeats(self.token_ids, self.num_prompt, self.work.stop.max_repeats)

@@ -39,15 +39,16 @@ class Candidates:
 
 
 def likeliest(logits: Floats, counts: Ids) -> Mask:
-    """[S, vocab]: at least the `counts` largest of each row [S, vocab], and seldom many more."""
+    """[S, vocab]: at least the `counts` largest of each row [S, vocab] that are not −inf, and seldom many more."""
     num_groups = logits.shape[1] // _GROUPED
-    threshold = np.full(len(logits), -np.inf, np.float32)
+    threshold = np.full(len(logits), np.finfo(np.float32).min, np.float32)  # what is banned is below
     (few,) = np.nonzero(counts <= num_groups)
     if len(few):
         # As many groups have a largest that is no smaller: each is of another token.
         grouped = logits[:, : num_groups * _GROUPED].reshape(len(logits), _GROUPED, num_groups).max(axis=1)
         positions = num_groups - counts[few]
-        threshold[few] = np.partition(grouped[few], np.unique(positions), axis=1)[np.arange(len(few)), positions]
+        found = np.partition(grouped[few], np.unique(positions), axis=1)[np.arange(len(few)), positions]
+        threshold[few] = np.maximum(found, threshold[few])
     mask: Mask = logits >= threshold[:, None]
     return mask
 
@@ -58,7 +59,7 @@ def probable(weights: Floats, totals: Numbers, filters: Filters) -> Mask:
     That is mostly among the likeliest few. Else tokens below (1 − top_p) / vocab have less together than what top-p
     leaves out, and can be left out too.
     """
-    mask = likeliest(weights, np.full(len(weights), _USUALLY_ENOUGH))
+    mask = likeliest(weights, np.full(len(weights), _USUALLY_ENOUGH)) & (weights > 0)
     flat, vocab_size = np.flatnonzero(mask), weights.shape[1]
     reached = np.bincount(flat // vocab_size, weights.reshape(-1)[flat], minlength=len(weights))
     (short,) = np.nonzero(reached < filters.top_p * totals * (1 + _MARGIN))

@@ -1,13 +1,12 @@
 """Draws each sequence's next token from its row of logits.
 
-Order: penalties and the ban on early stops, then log-probabilities (what is reported), then temperature, top-k, top-p,
-min-p, and the draw. A row's result depends on that row, its parameters and (seed, position, choice) alone: rows share
+Order: what `adjust` does, then log-probabilities (what is reported), then temperature, top-k, top-p, min-p, and the
+draw. A row's result depends on that row, its parameters and (seed, position, choice) alone: rows share
 numpy's calls, but no number of one row goes into another's.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence as ListLike
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,25 +15,15 @@ from torch import Tensor
 from pageferry.core.beam import num_candidates
 from pageferry.core.plan import SampledToken, SampleFailure
 from pageferry.core.sampling import SamplingParams
-from pageferry.core.sequence import Sequence
+from pageferry.engine.adjust import SampleRow, adjust, is_adjusted
 from pageferry.engine.candidates import Candidates, Filters, Mask, gather, kept_weights, likeliest, probable
 from pageferry.engine.draw import Floats, Ids, Numbers, block_sums, draw_from_all, draw_weighted, uniform
+
+__all__ = ["SampleRow", "Sampler", "is_adjusted"]
 
 Results = list[SampledToken | SampleFailure]
 _ROWS = 16  # at once: what they take besides the logits stays in the processor's cache
 _TEMPERATURES = np.float32(1e-30), np.float32(1e30)  # beyond, fp32 quotients are what they are here
-
-
-class SampleRow(NamedTuple):
-    """Whose next token is drawn, if `extra` are accepted before it in this step."""
-
-    sequence: Sequence
-    extra: tuple[int, ...] = ()
-
-    @property
-    def position(self) -> int:
-        """Of the token, in the output."""
-        return self.sequence.num_output + len(self.extra)
 
 
 class Sampler:
@@ -64,9 +53,8 @@ class Sampler:
                 results.append(_continuations(numbers[row], one))
                 continue
             if is_adjusted(one.sequence):
-                token_ids[row] = _adjust(numbers[row], one)
-                if numbers.item(row, token_ids[row]) == -math.inf:
-                    why = "all are stop ids before min_tokens"
+                token_ids[row], why = adjust(numbers[row], one)
+                if why:
                     results.append(SampleFailure(f"no token may follow at position {one.position}: {why}"))
                     continue
             params = one.sequence.work.sampling
@@ -140,7 +128,8 @@ class Sampler:
                 for row, ids, of_row in zip(
                     members.tolist(), among.ids[columns].tolist(), values.tolist(), strict=True
                 ):
-                    top[row] = tuple(zip(ids, of_row, strict=True))[: counts[row]]
+                    pairs = zip(ids, of_row, strict=True)
+                    top[row] = tuple(pair for pair in pairs if pair[1] > -math.inf)[: counts[row]]
         for token_id, logprob, likely in zip(token_ids.tolist(), logprobs, top, strict=True):
             yield SampledToken(token_id, logprob, likely)
 
@@ -197,30 +186,13 @@ def _draw_among(among: Iterable[Candidates], filters: Filters, totals: Numbers, 
     return drawn
 
 
-def is_adjusted(sequence: Sequence) -> bool:
-    """Whether logits are changed by what is generated before them."""
-    stop = sequence.work.stop
-    return sequence.work.sampling.has_penalties or (stop.min_tokens > 0 and sequence.num_output < stop.min_tokens)
-
-
-def _adjust(row: Floats, one: SampleRow) -> int:
-    """The likeliest token after penalties and the ban."""
-    if one.sequence.work.sampling.has_penalties:
-        with np.errstate(all="ignore"):
-            _penalise(row, one)
-    stop = one.sequence.work.stop
-    if one.position < stop.min_tokens:
-        row[list(stop.stop_token_ids)] = -np.inf
-    return int(row.argmax())
-
-
 def _continuations(row: Floats, one: SampleRow) -> SampledToken | SampleFailure:
     """A beam's likeliest ones: log-probabilities are taken first and adjusted then, as transformers does."""
     with np.errstate(all="ignore"):
         largest = row.max()
         row -= largest + np.log(np.exp(row - largest).sum(dtype=np.float64)).astype(np.float32)
     if is_adjusted(one.sequence):
-        _adjust(row, one)
+        adjust(row, one)
     num = min(num_candidates(one.sequence.work), len(row))
     ids = np.sort(np.argpartition(-row, num - 1)[:num])
     ids = ids[np.argsort(-row[ids], kind="stable")]
@@ -228,32 +200,3 @@ def _continuations(row: Floats, one: SampleRow) -> SampledToken | SampleFailure:
     if not top:
         return SampleFailure(f"no token may follow at position {one.position}")
     return SampledToken(top[0][0], top=top)
-
-
-def _counts(one: SampleRow) -> tuple[Ids, Ids]:
-    """The different tokens before the row's, and how often each is in the output."""
-    counts = one.sequence.token_counts()
-    ids, num_output = np.frombuffer(counts.ids, np.int64), np.frombuffer(counts.num_output, np.int64)
-    if not one.extra:
-        return ids, num_output
-    new = np.setdiff1d(one.extra, ids)
-    ids, num_output = np.concatenate((ids, new)), np.concatenate((num_output, np.zeros(len(new), np.int64)))
-    for token_id in one.extra:
-        num_output[ids == token_id] += 1
-    return ids, num_output
-
-
-def _penalise(row: Floats, one: SampleRow) -> None:
-    """Repetition (arXiv:1909.05858) counts prompt and output, presence and frequency the output alone."""
-    params = one.sequence.work.sampling
-    ids, num_output = _counts(one)
-    values = row[ids]
-    if params.repetition_penalty != 1:
-        penalty = np.float32(params.repetition_penalty)
-        values = np.where(values > 0, values / penalty, values * penalty)
-        # An extreme penalty overflows: infinities would leave nothing that can be drawn from.
-        values = np.nan_to_num(values, nan=0.0)
-    if params.presence_penalty or params.frequency_penalty:
-        added = params.presence_penalty + params.frequency_penalty * num_output
-        values = values - np.where(num_output > 0, added, 0.0)
-    row[ids] = values

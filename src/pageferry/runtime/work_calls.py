@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time_ns
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 from opentelemetry.util.types import AttributeValue
 
-from pageferry.core.errors import AlreadyExistsError, PageferryError, UnavailableError
-from pageferry.core.sequence import Sequence
+from pageferry.core.constraint import Constraint
+from pageferry.core.errors import AlreadyExistsError, FailedPreconditionError, PageferryError, UnavailableError
+from pageferry.core.sampling import Grammar
+from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.runtime.engine_thread import EngineThread, Stepper
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics
@@ -25,10 +27,17 @@ Call = TypeVar("Call")
 Event = TypeVar("Event")
 
 
+class ConstraintSource(Protocol):
+    """Makes what outputs must match; `text.grammar.Grammars`."""
+
+    async def constraint(self, grammar: Grammar, output_ids: tuple[int, ...]) -> Constraint: ...
+
+
 class WorkCalls(ABC, Generic[Call, Event]):
     """The live calls of a worker, on the event loop, and the engine's thread that works for them."""
 
     engine_type: type[EngineThread[Any]] = EngineThread  # another one where there is no thread, as in simulations
+    constraints: ConstraintSource | None = None  # set by who joins the worker with a tokenizer
 
     def __init__(self, step: Stepper[Event], tracer: Tracer, publisher: Publisher, clock: Callable[[], float]) -> None:
         self._publisher = publisher
@@ -50,6 +59,18 @@ class WorkCalls(ABC, Generic[Call, Event]):
     async def stop(self) -> None:
         """After the server's end."""
         await self.engine.stop()
+
+    async def _new_sequence(self, work: WorkItem, context: Any, *, computes_prompt: bool) -> Sequence:
+        """The sequence of a call. Raises FailedPreconditionError where its grammar can't be matched here."""
+        sequence = Sequence(work, self._clock(), deadline_of(context, self._clock))
+        if computes_prompt and work.sampling.num_prompt_logprobs is not None:
+            sequence.prompt_logprobs = []
+        grammar = work.sampling.grammar
+        if grammar is not None:
+            if self.constraints is None:
+                raise FailedPreconditionError("this worker has no tokenizer to match grammars", reason="NO_TOKENIZER")
+            sequence.constraint = await self.constraints.constraint(grammar, work.output_ids)
+        return sequence
 
     @abstractmethod
     def _deliver(self, events: list[Event]) -> None:
