@@ -11,7 +11,7 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.step import Completed, Figures
-from pageferry.runtime.convert import finish_to_proto, token_to_proto
+from pageferry.runtime.convert import finish_to_proto, prompt_logprobs_to_proto, token_to_proto
 from pageferry.v1 import decode_pb2 as pb
 
 MOST_TOKENS = 4096  # of a message, whatever is told of each, so that receivers take it
@@ -53,13 +53,29 @@ class Call:
         if self.subscription is not None:
             self.subscription.mark(self)
 
+    @property
+    def num_untold(self) -> int:
+        """Tokens that the next news tell of, those of the prompt included."""
+        num_tokens = min(len(self.tokens), MOST_TOKENS)
+        return num_tokens + len(self.sequence.prompt_logprobs or ()) if self._tells_prompt else num_tokens
+
+    @property
+    def _tells_prompt(self) -> bool:
+        """Log-probabilities of the prompt are told with the first token: then all are there."""
+        sequence = self.sequence
+        begins = bool(self.tokens) and self.tokens[0].position == len(sequence.work.output_ids)
+        return begins and sequence.prompt_logprobs is not None
+
     def news(self) -> pb.CallEvents:
         """What was not told yet; with very many tokens, the first of them, and the rest is left."""
         want_logprobs = self.sequence.work.sampling.num_logprobs is not None
+        tells_prompt = self._tells_prompt
         told, self.tokens = self.tokens[:MOST_TOKENS], self.tokens[MOST_TOKENS:]
         events = pb.CallEvents(
             call=self.number, tokens=[token_to_proto(item.position, item.token, want_logprobs) for item in told]
         )
+        if tells_prompt:
+            events.prompt_logprobs.CopyFrom(prompt_logprobs_to_proto(self.sequence.prompt_logprobs or ()))
         if not self.tokens:
             if isinstance(self.end, Completed):
                 events.completed.CopyFrom(_completed(self.end, is_pushed=self.is_pushed))

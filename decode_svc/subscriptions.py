@@ -57,7 +57,7 @@ class Subscription:
         response, num_tokens = pb.SubscribeResponse(), 0
         while self._news:
             call = next(iter(self._news))
-            num_tokens += min(len(call.tokens), MOST_TOKENS)
+            num_tokens += call.num_untold
             if response.calls and num_tokens > MOST_TOKENS:  # the next message has it
                 break
             del self._news[call]

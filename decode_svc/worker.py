@@ -102,7 +102,10 @@ class DecodeWorker(WorkCalls[Call, Event]):
             if call.subscription is None:
                 news = call.news()
                 if news.tokens:
-                    await context.write(pb.DecodeResponse(tokens=pb.Tokens(tokens=news.tokens)))
+                    tokens = pb.Tokens(tokens=news.tokens)
+                    if news.HasField("prompt_logprobs"):
+                        tokens.prompt_logprobs.CopyFrom(news.prompt_logprobs)
+                    await context.write(pb.DecodeResponse(tokens=tokens))
                 if news.HasField("completed"):
                     await context.write(pb.DecodeResponse(completed=news.completed))
                 if call.tokens:

@@ -17,7 +17,7 @@ from pageferry.core.sender import HandoffStats
 from pageferry.core.sequence import Sequence
 from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
 from pageferry.prefill_svc.step import Drawn, Event, Failed, PrefillStep
-from pageferry.runtime.convert import finish_to_proto, layout_from_proto, token_to_proto
+from pageferry.runtime.convert import finish_to_proto, layout_from_proto, prompt_logprobs_to_proto, token_to_proto
 from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
@@ -188,12 +188,14 @@ class PrefillWorker(WorkCalls[_Call, Event]):
     def _first_token(self, call: _Call, drawn: Drawn) -> FirstToken:
         work = call.sequence.work
         first_chunk = call.first_chunk if call.first_chunk is not None else drawn.time
+        prompt_logprobs = call.sequence.prompt_logprobs  # all of them, as the first token is drawn
         return FirstToken(
             token=token_to_proto(drawn.position, drawn.token, work.sampling.num_logprobs is not None),
             finish_reason=finish_to_proto(drawn.reason),
             queue_ms=(first_chunk - call.sequence.arrival) * 1000,
             prefill_ms=(drawn.time - first_chunk) * 1000,
             cached_tokens=call.sequence.num_cached,
+            prompt_logprobs=None if prompt_logprobs is None else prompt_logprobs_to_proto(prompt_logprobs),
         )
 
     def _fail(self, call: _Call, error: PageferryError) -> None:

@@ -1,5 +1,6 @@
 """Whether a request can be served at all, and what it then asks of the workers: checked before any work is done."""
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,7 @@ class Admission:
         began = self._clock()
         prompt_ids = await self._prompts.of_generate(request)
         tokenize_s = self._clock() - began
+        self._model_limits.check_prompt_logprobs(sampling, len(prompt_ids))
         request_id = request.request_id or secrets.token_hex(8)
         stop = self._stop(request.stop, len(prompt_ids), tenant.max_pages, num_choices)
         return Admitted(
@@ -139,9 +141,13 @@ class Admission:
                 f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served, but {self.model!r} is", reason="MODEL_NOT_FOUND"
             )
 
+    @property
+    def _model_limits(self) -> ModelLimits:
+        return ModelLimits(self._vocab_size, self._limits().max_model_tokens)
+
     async def _sampling(self, request: GenerateRequest) -> SamplingParams:
         sampling = sampling_from_proto(request.sampling, {"seed": secrets.randbits(64), **self._defaults})
-        ModelLimits(self._vocab_size, self._limits().max_model_tokens).check_sampling(sampling)
+        self._model_limits.check_sampling(sampling)
         bad_words.check(request.bad_words)
         if sampling.grammar is not None:
             if request.HasField("beam"):

@@ -95,7 +95,7 @@ class Claims:
         """How many of its tokens need no computing as the prefix cache stands; takes nothing."""
         if self._is_hit_whole(sequence):
             return len(sequence.token_ids) - 1
-        return self.prefix.num_hit(sequence, self._last_index(sequence)) * self._page_size
+        return self._num_hit(sequence, self._last_index(sequence)) * self._page_size
 
     def to_compute(self, sequence: Sequence, num_positions: int, num_spare: int = 0) -> Claim:
         """What computing the sequence here takes, up to `num_positions` in the end.
@@ -110,7 +110,7 @@ class Claims:
             if not self.is_lacking(claim):
                 return claim
             # No room for both the last pages and their copies: then those pages are computed anew.
-        num_hit = self.prefix.num_hit(sequence, num_pages - 1)
+        num_hit = self._num_hit(sequence, num_pages - 1)
         num_new = [(num_pages - num_hit + num_spare) * (group.window is None) for group in self._groups]
         return self._claim(sequence, self.prefix.pages(sequence, num_hit), num_new, num_positions)
 
@@ -191,6 +191,10 @@ class Claims:
             lacking.append(promised[number] + self._num_promised[number] - pool.num_pages)
         return Claim(matched, (*num_new, *num_tails), tuple(promised), tuple(lacking), copies_last)
 
+    def _num_hit(self, sequence: Sequence, most: int) -> int:
+        """Pages from its first on that are cached; none where its whole prompt is to be computed."""
+        return 0 if sequence.wants_prompt_logprobs else self.prefix.num_hit(sequence, most)
+
     def _last_index(self, sequence: Sequence) -> int:
         """Index of the page that its last token lies in."""
         return (len(sequence.token_ids) - 1) // self._page_size
@@ -198,7 +202,7 @@ class Claims:
     def _is_hit_whole(self, sequence: Sequence) -> bool:
         """Whether all of its tokens are cached, so that its last page can be copied."""
         num_pages, rest = divmod(len(sequence.token_ids), self._page_size)
-        if rest or self._pools.tails is not None:
+        if rest or self._pools.tails is not None or sequence.wants_prompt_logprobs:
             return False
         return self.prefix.num_hit(sequence, num_pages, (num_pages - 1) * self._page_size) == num_pages
 

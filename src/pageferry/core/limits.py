@@ -6,6 +6,8 @@ from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
 from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import WorkItem
 
+MAX_PROMPT_LOGPROBS = 150_000  # of a request; a dozen bytes each in a message
+
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
@@ -18,6 +20,7 @@ class ModelLimits:
             self._check_ids(field, ids)
         self._check_ids("stop_token_ids", tuple(work.stop.stop_token_ids))
         self.check_sampling(work.sampling)
+        self.check_prompt_logprobs(work.sampling, len(work.prompt_ids))
         if len(work.output_ids) >= work.stop.max_tokens:
             limit = f"leave nothing of max_tokens, {work.stop.max_tokens}"
             raise invalid("output_ids", f"{len(work.output_ids)} tokens", limit)
@@ -28,6 +31,13 @@ class ModelLimits:
         self._check_ids("logit_bias", tuple(token_id for token_id, _ in sampling.logit_bias))
         for index, ids in enumerate(sampling.banned):
             self._check_ids(f"banned[{index}]", ids)
+
+    def check_prompt_logprobs(self, sampling: SamplingParams, num_prompt: int) -> None:
+        """Raise InvalidArgumentError where there would be more than a message can hold."""
+        num_each = sampling.num_prompt_logprobs
+        if num_each is not None and num_prompt * (1 + num_each) > MAX_PROMPT_LOGPROBS:
+            limit = f"must be so few that {num_prompt} tokens have at most {MAX_PROMPT_LOGPROBS}, their own among them"
+            raise invalid("prompt_logprobs", num_each, limit)
 
     def check_length(self, num_prompt: int, max_tokens: int) -> None:
         if num_prompt + max_tokens <= self.max_model_tokens:

@@ -22,6 +22,18 @@ class Chunk:
     samples: bool
     num_drafts: int = 0
 
+    @property
+    def num_prompt_rows(self) -> int:
+        """Of its last tokens' logits, those from the first on that tells of a prompt token that is to be reported.
+
+        0 where none does; the last ones of others may tell of tokens that are generated already.
+        """
+        sequence, end = self.sequence, self.start + self.num_tokens
+        if sequence.prompt_logprobs is None or not sequence.wants_prompt_logprobs:
+            return 0
+        first = max(self.start, len(sequence.prompt_logprobs))
+        return end - first if first < min(end, sequence.num_prompt - 1) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -66,6 +78,7 @@ class StepResult:
 
     samples: tuple[Samples, ...]
     forward_s: float = 0.0  # seconds in the model's forward pass alone, without sampling
+    prompt_logprobs: tuple[tuple[Sequence, tuple[SampledToken, ...]], ...] = ()  # of prompt tokens, where wanted
 
 
 class Runner(Protocol):

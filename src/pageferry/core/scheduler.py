@@ -13,6 +13,8 @@ from pageferry.core.pools import PagePools
 from pageferry.core.sequence import FinishReason, Sequence, SequenceStatus
 from pageferry.core.sequence_queues import DeadlineQueue, Key, SequenceQueue
 
+MAX_PROMPT_ROWS = 64  # of a step, whose logits are kept to report prompt tokens
+
 
 class Scheduler(ABC):
     """What both schedulers keep, and how a sequence leaves them before its end.
@@ -94,8 +96,13 @@ def prompt_chunk(
     It ends with a page or with the tokens, so that whole pages can be shipped. Where the budget doesn't reach the end
     of a page, a chunk that is first in its plan ends anywhere, and another is left for a later step. With
     `final_tokens`, a chunk more than twice as long doesn't end the prompt: so many are left for one more chunk. Of a
-    beam the last token is left for the step that all beams take.
+    beam the last token is left for the step that all beams take. Where log-probabilities of the prompt are wanted, it is
+    short and its plan's first: logits of all its tokens are kept.
     """
+    if sequence.wants_prompt_logprobs:
+        if not is_first:
+            return None
+        budget = min(budget, MAX_PROMPT_ROWS)
     last = len(sequence.token_ids) - (sequence.root is not None)
     start, end = sequence.num_computed, min(last, sequence.num_computed + budget)
     if end == last and end - start > 2 * final_tokens > 0:
@@ -154,6 +161,9 @@ def end_step(plan: Plan, result: StepResult, tables: PageTables) -> Iterator[Dra
     The caller ends those whose last token was among it.
     """
     samples = iter(result.samples)
+    for sequence, tokens in result.prompt_logprobs:
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs += tokens
     for chunk in plan.chunks:
         sequence = chunk.sequence
         sampled = next(samples) if chunk.samples else None

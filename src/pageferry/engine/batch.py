@@ -36,7 +36,7 @@ class TorchPlaces:
 class Batch:
     token_ids: Tensor  # [T] int32
     sequences: Sequences
-    sampled_rows: Tensor  # [S] int32: last row of each chunk that samples, in the plan's order
+    sampled_rows: Tensor  # [S] int32: rows whose logits are wanted, the last ones of chunks, in the plan's order
     places: tuple[TorchPlaces, ...]  # of each cache group; none unless torch attends
 
 
@@ -59,7 +59,9 @@ class BatchBuilder:
         ids: list[int] = []
         for chunk in chunks:
             ids += chunk.sequence.token_ids[chunk.start : chunk.start + chunk.num_tokens]
-        sampled = starts[1:][[chunk.samples for chunk in chunks]] - 1
+        ends = starts[1:].tolist()
+        num_rows = [max(chunk.num_prompt_rows, int(chunk.samples)) for chunk in chunks]
+        wanted = [row for end, num in zip(ends, num_rows, strict=True) for row in range(end - num, end)]
         tables = self._tables(chunks)
         sequences = Sequences(
             positions=torch.from_numpy(positions),
@@ -70,7 +72,7 @@ class BatchBuilder:
         return Batch(
             token_ids=torch.from_numpy(np.array(ids, np.int32)),
             sequences=sequences,
-            sampled_rows=torch.from_numpy(sampled),
+            sampled_rows=torch.from_numpy(np.array(wanted, np.int32)),
             places=self._places(chunks, starts.tolist(), tables) if self.for_torch else (),
         )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from pageferry.core.plan import Plan, SampleFailure, StepResult
 from pageferry.engine.batch import Batch, BatchBuilder
 from pageferry.engine.pages import PageTensors
+from pageferry.engine.prompt_rows import take_prompt_rows
 from pageferry.engine.sampler import Sampler, SampleRow
 
 
@@ -62,7 +63,8 @@ class TorchRunner:
         start = time.perf_counter()
         logits = self.model.forward(batch, self.pages)
         forward_s = time.perf_counter() - start
+        logits, likeliest, reported = take_prompt_rows(plan.chunks, logits, self.model.likeliest, self.sampler)
         rows = [SampleRow(chunk.sequence) for chunk in plan.chunks if chunk.samples]
-        drawn = self.sampler.sample(logits, rows, self.model.likeliest)
+        drawn = self.sampler.sample(logits, rows, likeliest)
         samples = tuple(one if isinstance(one, SampleFailure) else (one,) for one in drawn)
-        return StepResult(samples, forward_s)
+        return StepResult(samples, forward_s, reported)

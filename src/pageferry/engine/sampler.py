@@ -70,6 +70,15 @@ class Sampler:
                 self._report_all(numbers, likeliest_ids, reported, rows, results)
         return tuple(results)
 
+    def report(self, logits: Floats, token_ids: Ids, count: int) -> tuple[SampledToken, ...]:
+        """Given tokens, one for each row, with their log-probabilities and the `count` likeliest ones'."""
+        reported: list[SampledToken] = []
+        with np.errstate(all="ignore"):
+            for some in _parts(list(range(len(token_ids)))):
+                largest = logits[some].max(axis=1)
+                reported += self._report(logits, largest, some, token_ids[some], np.full(len(some), count))
+        return tuple(reported)
+
     def _draw_all(
         self, logits: Floats, likeliest_ids: Ids, drawn_rows: list[int], rows: ListLike[SampleRow], results: Results
     ) -> None:

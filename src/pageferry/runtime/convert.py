@@ -3,6 +3,8 @@
 Raises InvalidArgumentError where a message is wrong.
 """
 
+from collections.abc import Iterable
+
 from pageferry.core.errors import invalid
 from pageferry.core.formats import Element, Granularity, PageFormat, TensorFormat
 from pageferry.core.groups import CacheGroup, full_group, layer_runs
@@ -122,10 +124,19 @@ def token_to_proto(position: int, token: SampledToken, want_logprobs: bool = Tru
     """The token with its log-probabilities, where it has them and they are wanted."""
     message = pb.GeneratedToken(position=position, token_id=token.token_id)
     if want_logprobs and token.logprob is not None:
-        message.logprobs.sampled.token_id = token.token_id
-        message.logprobs.sampled.logprob = token.logprob
-        message.logprobs.top.extend(pb.TokenLogprob(token_id=id_, logprob=logprob) for id_, logprob in token.top)
+        message.logprobs.CopyFrom(_logprobs_to_proto(token))
     return message
+
+
+def _logprobs_to_proto(token: SampledToken) -> pb.Logprobs:
+    return pb.Logprobs(
+        sampled=pb.TokenLogprob(token_id=token.token_id, logprob=token.logprob),
+        top=[pb.TokenLogprob(token_id=id_, logprob=logprob) for id_, logprob in token.top],
+    )
+
+
+def prompt_logprobs_to_proto(tokens: Iterable[SampledToken]) -> pb.PromptLogprobs:
+    return pb.PromptLogprobs(tokens=map(_logprobs_to_proto, tokens))
 
 
 def token_from_proto(message: pb.GeneratedToken) -> tuple[int, SampledToken]:

@@ -1,0 +1,41 @@
+"""The rows of a step's logits that tell of prompt tokens, apart from those that tokens are drawn from."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pageferry.core.plan import Chunk, SampledToken
+from pageferry.core.sequence import Sequence
+from pageferry.engine.sampler import Sampler
+
+Likeliest = NDArray[np.int32] | None
+Reported = tuple[Sequence, tuple[SampledToken, ...]]
+
+
+def take_prompt_rows(
+    chunks: Iterable[Chunk], logits: Tensor, likeliest: Likeliest, sampler: Sampler
+) -> tuple[Tensor, Likeliest, tuple[Reported, ...]]:
+    """The rows that are drawn from, with their likeliest tokens, and the log-probabilities of prompt tokens.
+
+    `logits` are the batch's [S, vocab]; where there is nothing to report they are given back as they are.
+    """
+    row, drawn_from, reported = 0, list[int](), list[Reported]()
+    for chunk in chunks:
+        num_rows = chunk.num_prompt_rows
+        if num_rows:
+            reported.append((chunk.sequence, _report(chunk, logits[row : row + num_rows], sampler)))
+        row += max(num_rows, int(chunk.samples))
+        drawn_from += [row - 1] * chunk.samples
+    if not reported:
+        return logits, likeliest, ()
+    return logits[drawn_from], None if likeliest is None else likeliest[drawn_from], tuple(reported)
+
+
+def _report(chunk: Chunk, logits: Tensor, sampler: Sampler) -> tuple[SampledToken, ...]:
+    """Of the prompt tokens behind the rows'; what comes behind the prompt is left out."""
+    sequence, first = chunk.sequence, chunk.start + chunk.num_tokens - len(logits) + 1
+    token_ids = sequence.token_ids[first : min(first + len(logits), sequence.num_prompt)]
+    count = sequence.work.sampling.num_prompt_logprobs or 0
+    return sampler.report(logits[: len(token_ids)].numpy(), np.array(token_ids), count)
