@@ -51,7 +51,7 @@ class Mixture:
         requests += [self._free(number) for number in range(self.num_schemas // 2)]
         order = sorted(range(len(requests)), key=lambda number: number * 7919 % len(requests))
         answers = await asyncio.gather(*(self._one(number, requests[number]) for number in order))
-        await self._count_preemptions()
+        await self._count_preemptions(self.deployment.decode[0].address)
         return [(number, answer) for number, answer in answers if number < self.num_schemas]
 
     async def _one(self, number: int, request: pb.GenerateRequest) -> tuple[int, Answer]:
@@ -59,13 +59,15 @@ class Mixture:
             answer = await generate(self.stub, request, timeout_s=300)
         self.num_done += 1
         if self.num_done == self.killed_after:
-            await self._count_preemptions()
-            self.deployment.decode[1].kill()
+            victim = self.deployment.decode[1]
+            await self._count_preemptions(victim.address)
+            victim.kill()
         return number, answer
 
-    async def _count_preemptions(self) -> None:
+    async def _count_preemptions(self, address: str) -> None:
+        """Of this worker, in its life so far."""
         status = await self.stub.GetStatus(pb.GetStatusRequest())
-        self.num_preemptions += sum(worker.load.preemptions for worker in status.workers)
+        self.num_preemptions += sum(one.load.preemptions for one in status.workers if one.address == address)
 
     def _with_schema(self, number: int) -> pb.GenerateRequest:
         grammar = Grammar(json_schema=json.dumps(SCHEMAS[number % len(SCHEMAS)]))
