@@ -368,3 +368,13 @@ def test_a_grammar_goes_on_as_it_is(admission: Make) -> None:
     admitted = asyncio.run(admission().admit(sampled(grammar=Grammar(choices=Choices(texts=["a", "b"])))))
     assert admitted.sampling.grammar is not None
     assert admitted.sampling.grammar.text == '["a", "b"]'
+
+
+def test_no_more_log_probabilities_of_a_prompt_than_a_message_holds(admission: Make) -> None:
+    limits = Limits(100_000, None, None)
+    request = ask(8000, 1, sampling=SamplingParams(prompt_logprobs=18))
+    message = "prompt_logprobs is 18, must be so few that 8000 tokens have at most 150000"
+    with pytest.raises(InvalidArgumentError, match=message):
+        asyncio.run(admission(limits).admit(request))
+    request.sampling.prompt_logprobs = 17
+    assert asyncio.run(admission(limits).admit(request)).sampling.num_prompt_logprobs == 17

@@ -96,8 +96,8 @@ def prompt_chunk(
     It ends with a page or with the tokens, so that whole pages can be shipped. Where the budget doesn't reach the end
     of a page, a chunk that is first in its plan ends anywhere, and another is left for a later step. With
     `final_tokens`, a chunk more than twice as long doesn't end the prompt: so many are left for one more chunk. Of a
-    beam the last token is left for the step that all beams take. Where log-probabilities of the prompt are wanted, it is
-    short and its plan's first: logits of all its tokens are kept.
+    beam the last token is left for the step that all beams take. With log-probabilities of the prompt, it is short and
+    the first of its plan, as logits of all its tokens are kept.
     """
     if sequence.wants_prompt_logprobs:
         if not is_first:
