@@ -17,8 +17,8 @@ from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import Grammar, SamplingParams, StopConditions
 
 IN_FLIGHT = 40
-# Pages for about 9 of the 24 sequences at their full length: they are preempted.
-TIGHT = {"engine.num_pages": "64", "scheduler.max_num_seqs": "24", "scheduler.headroom_pages": "0"}
+# Pages for the longest sequence that is asked for, or for some 4 of those that come: they are preempted.
+TIGHT = {"engine.num_pages": "26", "scheduler.max_num_seqs": "24", "scheduler.headroom_pages": "0"}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ class Mixture:
         return pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=prompt_of(70_000 + number, 20 + number % 50)),
             sampling=SamplingParams(temperature=1, seed=number, grammar=grammar),
-            stop=StopConditions(max_tokens=600),
+            stop=StopConditions(max_tokens=320),
         )
 
     def _free(self, number: int) -> pb.GenerateRequest:
