@@ -87,15 +87,17 @@ def run(requests: Sequence[Request], ageing: float | None) -> dict[int, list[flo
     worker, now, took = Worker(), 0.0, {SHORT: [], LONG: []}  # type: ignore[var-annotated]
     coming = [(request.came, index, request) for index, request in enumerate(requests)]
     heapq.heapify(coming)
-    while coming or queue.first() or worker.prompts:
-        if not queue.first() and not worker.prompts:
+    while coming or len(queue) or worker.prompts:
+        if not len(queue) and not worker.prompts:
             now = max(now, coming[0][0])
         while coming and coming[0][0] <= now:
             request = heapq.heappop(coming)[2]
             request.num_left = request.num_tokens
             request.rank = 0.0 if ageing is None else request.num_tokens + ageing * request.came
             queue.add(request)
-        while (first := queue.first()) is not None and worker.takes(first):
+        for first in queue.waiting():
+            if not worker.takes(first):
+                break
             queue.take(first, now)
             first.sent = now
             worker.prompts.append(first)

@@ -17,6 +17,7 @@ from pageferry.core.errors import (
 from pageferry.core.limits import ModelLimits
 from pageferry.core.sampling import SamplingParams, StopParams
 from pageferry.core.tenants import ANYBODY, Tenant
+from pageferry.router.profiles import DEFAULT, Chosen, Profiles
 from pageferry.router.prompts import Prompts, check_ids
 from pageferry.runtime.convert_work import sampling_from_proto
 from pageferry.text import bad_words
@@ -61,6 +62,7 @@ class Admitted:
     num_choices: int = 1  # answers that are generated
     wants_logprobs: bool = False
     echo: bool = False
+    profile: Chosen = DEFAULT
 
     @property
     def is_ranked(self) -> bool:
@@ -80,6 +82,7 @@ class Admission:
         config: RouterConfig,
         limits: Callable[[], Limits],
         defaults: Mapping[str, float],
+        profiles: Profiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`defaults` are the model's own for sampling fields that a request leaves out."""
@@ -90,12 +93,14 @@ class Admission:
         self._grammars = Grammars(lambda: tokenizer, vocab_size)
         self._limits = limits
         self._defaults = defaults
+        self._profiles = profiles or Profiles()
         self._clock = clock
 
     async def admit(self, request: GenerateRequest, tenant: Tenant = ANYBODY, cache_salt: str = "") -> Admitted:
         """Raises the error of the first thing that is wrong, or that the tenant may not do."""
         self.check_model(request.model)
         _check_priority(request.priority, tenant)
+        profile = self._profiles.choose(request.profile, tenant)
         if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
             length = f"{len(request.request_id)} characters"
             raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
@@ -120,7 +125,7 @@ class Admission:
             stop=stop,
             stop_strings=tuple(request.stop_strings),
             skip_special=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
-            priority=request.priority,
+            priority=profile.profile.priority_of(request.priority),
             cache_salt=cache_salt,
             num_pages=_num_pages(len(prompt_ids), stop.max_tokens, num_choices, self._limits().page_size),
             tokenize_s=tokenize_s,
@@ -128,6 +133,7 @@ class Admission:
             num_choices=num_choices,
             wants_logprobs=sampling.num_logprobs is not None,
             echo=request.echo,
+            profile=profile,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:

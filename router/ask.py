@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pageferry.core.prefix import page_hashes
 from pageferry.router.candidates import Demand
 from pageferry.router.policy import Route
+from pageferry.router.profiles import DEFAULT, Chosen
 from pageferry.router.queue import Queued
 from pageferry.router.view import Dispatched
 from pageferry.router.workers import Worker
@@ -26,9 +27,12 @@ class Grant:
     ended: float
     prefill_work: Dispatched | None = None
     decode_work: Dispatched | None = None
+    lane: "set[Grant] | None" = None  # those of its profile that are under way
 
     def release(self) -> None:
         """The work is over, or was never begun; idempotent."""
+        if self.lane is not None:
+            self.lane.discard(self)
         for worker, work in ((self.prefill, self.prefill_work), (self.decode, self.decode_work)):
             if worker is not None and work is not None:
                 worker.view.forget(work)
@@ -40,6 +44,8 @@ class Ask(Queued):
 
     token_ids: list[int]  # prompt, then what was generated before a retry
     demand: Demand
+    profile: Chosen = DEFAULT
+    is_gathering: bool = False  # waits for others of its profile
     cache_salt: str = ""
     excluded: dict[str, bytes] = field(default_factory=dict)  # incarnations that failed it, by the worker's address
     fingerprint: str = ""  # of the model that began the answer; empty: any will do

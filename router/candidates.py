@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from pageferry.core.formats import PageFormat
 from pageferry.core.layout import CacheLayout
+from pageferry.core.profiles import is_accepted
 
 DEFAULT_TOKENS_PER_S = 500.0  # of a prefill worker that has not measured its speed yet
 _UNBOUNDED = 2**63
@@ -17,6 +19,11 @@ class Demand:
     local_only: bool = False  # no prefill worker can help any more
     priority: int = 0  # lower goes first
     near: str = ""  # address of the decode worker that holds the prompt for another answer to the request
+    page_formats: tuple[PageFormat, ...] = ()  # those that its pages may have; none: any
+
+    def accepts(self, layout: CacheLayout) -> bool:
+        """Whether its pages may be kept in that layout."""
+        return is_accepted(layout.format, self.page_formats)
 
     @property
     def num_stored(self) -> int:
@@ -30,12 +37,13 @@ class PrefillState:
 
     address: str
     layout: CacheLayout
-    num_waiting: int
+    num_waiting: int  # prompts that are no less urgent than this request, as are the tokens
     queued_tokens: int
     tokens_per_s: float  # 0: unknown
     chunk_tokens: int
     cached_tokens: int  # of this request's
     num_running: int = 0
+    behind_tokens: int = 0  # of less urgent prompts: they give way at the next chunk
     refuses: bool = False  # it has no room until its next load report
     has_failed: bool = False  # a request, since it was started
     capacity_tokens: int = _UNBOUNDED  # of one prompt
@@ -52,10 +60,11 @@ class PrefillState:
         """Predicted seconds to the first token.
 
         The shortest goes first there, so that behind the step that runs, each other prompt counts for no more tokens
-        than this one has.
+        than this one has. Of less urgent ones there is one chunk at most to wait for.
         """
         uncached = demand.num_tokens - self.cached_tokens
         ahead = min(self.queued_tokens, self.chunk_tokens + (self.num_waiting + self.num_running) * uncached)
+        ahead += min(self.behind_tokens, self.chunk_tokens)
         return (ahead + uncached) / (self.tokens_per_s or DEFAULT_TOKENS_PER_S)
 
     def has_little_queued(self, demand: Demand) -> bool:

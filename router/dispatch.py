@@ -1,21 +1,27 @@
-"""Late dispatch: requests wait in the router's queue until the policy says that workers can take them."""
+"""Late dispatch: requests wait in the router's queue until the policy says that workers can take them.
+
+They go in the queue's order. One that waits for decode workers leaves those behind it the others, of which there are
+some where a profile wants page formats, or a request is large; one that waits for a prefill worker lets nobody pass.
+"""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection
 
-from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, UnavailableError
+from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError
+from pageferry.router.able import AbleWorkers
 from pageferry.router.ask import Ask, Grant
-from pageferry.router.candidates import DecodeState, PrefillState
 from pageferry.router.fleet import Fleet
 from pageferry.router.forecast import forecast
+from pageferry.router.lanes import Lanes
 from pageferry.router.policy import Settings, choose
+from pageferry.router.profiles import Profiles
 from pageferry.router.queue import RequestQueue
-from pageferry.router.states import capacity_tokens, decode_state, may_hold, prefill_state
+from pageferry.router.states import decode_state, num_active, num_slots
 from pageferry.router.workers import Role, Worker
 from pageferry.runtime.logs import log
-
-RETRY_AFTER_MS = 1000  # once no worker is there
+from pageferry.v1.inference_pb2 import ProfileStatus
 
 
 class Dispatcher:
@@ -28,6 +34,7 @@ class Dispatcher:
         *,
         max_queue: int,
         ageing_tokens_per_s: float = 0.0,
+        profiles: Profiles | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
@@ -35,11 +42,22 @@ class Dispatcher:
         self._settings = settings
         self._queue: RequestQueue[Ask] = RequestQueue(max_queue)
         self._clock = clock
+        self._profiles = profiles or Profiles()
+        self._able = AbleWorkers(fleet)
+        self._lanes = Lanes(self._profiles, self.pump)
         fleet.listeners.append(self.pump)
 
     @property
     def num_queued(self) -> int:
         return len(self._queue)
+
+    def profile_status(self) -> list[ProfileStatus]:
+        """Of each profile that can be asked for."""
+        queued = Counter(ask.profile.name for ask in self._queue.waiting())
+        return [
+            ProfileStatus(name=name, in_effect=profile.name, queued=queued[name], running=self._lanes.num_running(name))
+            for name, profile in self._profiles.in_effect().items()
+        ]
 
     def check_room(self) -> None:
         """As `enqueue` about a full queue, before any work is done."""
@@ -48,10 +66,11 @@ class Dispatcher:
     def enqueue(self, ask: Ask, *, is_let_in: bool = False) -> None:
         """The caller owes `abandon`. What `is_let_in` is part of a request that a full queue and a deadline allowed.
 
-        Raises UnavailableError where no worker could ever take it, ResourceExhaustedError where the queue is full or
+        Raises UnavailableError where no worker could ever take it, FailedPreconditionError where that is since none has
+        pages in a format that its profile wants, ResourceExhaustedError where the queue is full or
         its first token can't be expected before its deadline.
         """
-        hopeless = self._why_hopeless(ask)
+        hopeless = self._able.why_hopeless(ask)
         if hopeless is not None:
             raise hopeless
         ready = [worker for role in Role for worker in self._fleet.ready(role)]
@@ -60,6 +79,8 @@ class Dispatcher:
         if not is_let_in:
             self._check_deadline(ask)
         self._queue.add(ask, is_let_in=is_let_in)
+        if not is_let_in:
+            self._lanes.join(ask)
         self._begin(ask)
 
     def put_back(self, ask: Ask) -> None:
@@ -82,6 +103,7 @@ class Dispatcher:
     def abandon(self, ask: Ask) -> None:
         """The request is over: it waits no more, and what was granted is given back; idempotent."""
         self._queue.remove(ask)
+        self._lanes.leave(ask)
         granted = ask.granted
         if granted.cancel() or granted.cancelled() or granted.exception() is not None:
             return
@@ -94,29 +116,48 @@ class Dispatcher:
             _fail(ask, error)
 
     def pump(self) -> None:
-        """Send off the first of the queue for as long as workers can take it."""
+        """Send off those of the queue that workers can take, in its order."""
         for late in self._queue.expire(self._clock()):
             _fail(late, self._late(late))
-        while (ask := self._queue.first()) is not None:
-            hopeless = self._why_hopeless(ask)
-            if hopeless is not None:
-                self._queue.remove(ask)
-                _fail(ask, hopeless)
+        decodes = self._fleet.ready(Role.DECODE)
+        self._profiles.look(len(self._queue), _share(decodes))
+        awaited: set[Worker] = set()  # decode workers that those before wait for
+        for ask in self._queue.waiting():
+            if self._lanes.holds(ask):
                 continue
             try:
-                grant = self._grant(ask)
+                if not self._send(ask, awaited):
+                    return
+            except PageferryError as error:
+                self.fail(ask, error)
             except Exception as error:  # it must not hold up all that wait behind it
                 log("dispatch_failed", level="error", error=error)
-                self._queue.remove(ask)
-                _fail(ask, InternalError(f"internal error: {type(error).__name__}"))
-                continue
-            if grant is None:
+                self.fail(ask, InternalError(f"internal error: {type(error).__name__}"))
+            if awaited and awaited.issuperset(decodes):
                 return
-            self._queue.take(ask, self._clock())
-            if ask.granted.done():  # its owner has gone
-                grant.release()
-            else:
-                ask.granted.set_result(grant)
+
+    def _send(self, ask: Ask, awaited: set[Worker]) -> bool:
+        """Send it off, or add those that it waits for to `awaited`; False where none behind it may go.
+
+        Raises the PageferryError of one that waits in vain.
+        """
+        hopeless = self._able.why_hopeless(ask)
+        if hopeless is not None:
+            raise hopeless
+        kept = awaited | self._lanes.reserved(ask, self._fleet.ready(Role.DECODE))
+        grant = self._grant(ask, kept)
+        if grant is None:
+            others = [worker for worker in self._able.decodes(ask) if worker not in kept]
+            states = self._able.states(ask, others)[1]
+            headroom = self._settings.headroom_pages
+            awaited.update(others)
+            return not any(state.has_room(ask.demand, headroom) or state.may_make_room(ask.demand) for state in states)
+        self._queue.take(ask, self._clock())
+        if ask.granted.done():  # its owner has gone
+            grant.release()
+        else:
+            ask.granted.set_result(grant)
+        return True
 
     def _begin(self, ask: Ask) -> None:
         ask.granted = asyncio.get_running_loop().create_future()
@@ -124,30 +165,10 @@ class Dispatcher:
         self.pump()
         self._queue.note_waiting(self._clock())
 
-    def _why_hopeless(self, ask: Ask) -> UnavailableError | None:
-        demand = ask.demand
-        may_prefill_alone = demand.num_left == 1 and not demand.local_only
-        if may_prefill_alone and (capacity_tokens(self._prefills(ask)) or 0) >= demand.num_tokens:
-            return None
-        reason = self._fleet.why_hopeless() or self._why_no_decode(ask)
-        return UnavailableError(reason, reason="NO_WORKER", retry_after_ms=RETRY_AFTER_MS) if reason else None
-
-    def _why_no_decode(self, ask: Ask) -> str:
-        """Why no decode worker that is there will do, as where the largest has gone since the request was admitted.
-
-        It would otherwise wait at the head of the queue for good, and all others behind it.
-        """
-        if not (able := self._able_decodes(ask)):
-            return "no decode worker has the model that the answer began with"
-        if any(may_hold(worker, ask.demand.num_stored) for worker in able):
-            return ""
-        most = f"the largest decode worker's pages hold {capacity_tokens(able)} tokens"
-        return f"{most}, the request needs {ask.demand.num_stored}"
-
     def _check_deadline(self, ask: Ask) -> None:
         if ask.deadline is None:
             return
-        states = self._states(ask, self._decodes(ask))
+        states = self._able.states(ask, self._able.decodes(ask))
         expected = forecast(ask.demand, *states, self._queue.num_before(ask), self._queue.pace.gap_s)
         expected.check(ask.deadline - self._clock())
 
@@ -156,29 +177,16 @@ class Dispatcher:
         message = f"the deadline passed after {waited_ms:.0f} ms in the router's queue"
         return DeadlineExceededError(message, reason="DEADLINE_IN_QUEUE")
 
-    def _prefills(self, ask: Ask) -> list[Worker]:
-        return [worker for worker in self._fleet.ready(Role.PREFILL) if ask.may_use(worker)]
-
-    def _able_decodes(self, ask: Ask) -> list[Worker]:
-        return [worker for worker in self._fleet.of(Role.DECODE) if worker.is_hopeful and ask.has_model_of(worker)]
-
-    def _decodes(self, ask: Ask) -> list[Worker]:
-        able = [worker for worker in self._able_decodes(ask) if worker.is_ready]
-        return [worker for worker in able if may_hold(worker, ask.demand.num_stored)]
-
-    def _states(self, ask: Ask, decodes: Sequence[Worker]) -> tuple[list[PrefillState], list[DecodeState]]:
-        prefills = [prefill_state(worker, ask.cached_tokens(worker)) for worker in self._prefills(ask)]
-        return prefills, [decode_state(worker, ask.cached_tokens(worker)) for worker in decodes]
-
-    def _grant(self, ask: Ask) -> Grant | None:
+    def _grant(self, ask: Ask, kept: Collection[Worker]) -> Grant | None:
+        """None where it had better wait. The decode workers in `kept` are for others."""
         began = self._clock()
-        decodes = [worker for worker in self._decodes(ask) if not worker.view.refusing]
+        decodes = [worker for worker in self._able.decodes(ask) if not worker.view.refusing and worker not in kept]
         others = [worker for worker in decodes if ask.may_use(worker)]
-        route = choose(ask.demand, *self._states(ask, others), self._settings)
+        route = choose(ask.demand, *self._able.states(ask, others), self._settings)
         if route is None and len(others) < len(decodes):
             # One that failed it is there all the same, so that its fault may have passed. Waiting here for another one
             # would hold up all that wait behind.
-            route = choose(ask.demand, *self._states(ask, decodes), self._settings)
+            route = choose(ask.demand, *self._able.states(ask, decodes), self._settings)
         if route is None:
             return None
         by_address = {worker.address: worker for worker in self._fleet.workers}
@@ -189,15 +197,27 @@ class Dispatcher:
             began=began,
             ended=self._clock(),
         )
-        num_tokens = ask.demand.num_tokens
+        self._count(ask, grant)
+        return grant
+
+    def _count(self, ask: Ask, grant: Grant) -> None:
+        """What the workers are sent, against them and the profile until the grant is released."""
+        self._lanes.goes(ask, grant)
+        num_tokens, priority = ask.demand.num_tokens, ask.demand.priority
         if grant.prefill is not None:
-            grant.prefill_work = grant.prefill.view.dispatch(num_tokens - ask.cached_tokens(grant.prefill))
+            uncached = num_tokens - ask.cached_tokens(grant.prefill)
+            grant.prefill_work = grant.prefill.view.dispatch(uncached, priority=priority)
         if grant.decode is not None:
             state = decode_state(grant.decode, ask.cached_tokens(grant.decode))
             num_pages = state.needed_pages(ask.demand, self._settings.headroom_pages)
             uncached = num_tokens - state.cached_tokens
-            grant.decode_work = grant.decode.view.dispatch(uncached if grant.prefill is None else 0, num_pages)
-        return grant
+            uncached = uncached if grant.prefill is None else 0
+            grant.decode_work = grant.decode.view.dispatch(uncached, num_pages, priority)
+
+
+def _share(decodes: Collection[Worker]) -> float:
+    """Of the workers' slots that are in use."""
+    return sum(map(num_active, decodes)) / max(1, sum(map(num_slots, decodes)))
 
 
 def _fail(ask: Ask, error: PageferryError) -> None:

@@ -25,6 +25,7 @@ from pageferry.router.failures import why_left
 from pageferry.router.fleet import Fleet
 from pageferry.router.live import LiveRequests
 from pageferry.router.policy import Settings
+from pageferry.router.profiles import Profiles
 from pageferry.router.recovery import Retries
 from pageferry.router.request import Serving
 from pageferry.router.request_span import (
@@ -78,9 +79,14 @@ class Frontend:
         self._own_limit = min(model.max_positions, config.engine.max_model_tokens or model.max_positions)
         router, scheduler = config.router, config.scheduler
         settings = Settings(router.local_prefill_tokens, scheduler.headroom_pages, router.local_advantage)
-        ageing = scheduler.ageing_tokens_per_s
+        self._profiles = Profiles(router.profiles_file, telemetry.metrics, clock)
         self._dispatcher = Dispatcher(
-            fleet, settings, max_queue=router.max_queue, ageing_tokens_per_s=ageing, clock=clock
+            fleet,
+            settings,
+            max_queue=router.max_queue,
+            ageing_tokens_per_s=scheduler.ageing_tokens_per_s,
+            profiles=self._profiles,
+            clock=clock,
         )
         self._serving = Serving(
             fleet,
@@ -99,6 +105,7 @@ class Frontend:
             config=router,
             limits=lambda: limits_of(fleet, self._own_limit),
             defaults=sampling_defaults or {},
+            profiles=self._profiles,
             clock=clock,
         )
         self._live = LiveRequests()
@@ -172,6 +179,7 @@ class Frontend:
             self._dispatcher.check_room()
             admitted = await self._admission.admit(request, caller.tenant, caller.salt)
         timeline.parts.tokenize_ms = admitted.tokenize_s * 1000
+        timeline.profile = admitted.profile
         describe_request(span, admitted)
         if admitted.work_id in self._live:
             raise AlreadyExistsError(f"request_id {admitted.request_id!r} is live", reason="REQUEST_ID_LIVE")
@@ -186,6 +194,8 @@ class Frontend:
     def _end(self, span: Span, timeline: Timeline, outcome: FinishReason | PageferryError) -> None:
         now = self.clock()
         timeline.describe(span, now)
+        for objective, met in timeline.objectives().items():
+            self._telemetry.metrics.count_objective(timeline.profile_name, objective, met=met)
         self._telemetry.metrics.count_request(set_outcome(span, outcome))
         span.end()
         if not isinstance(outcome, PageferryError):
@@ -231,6 +241,7 @@ class Frontend:
             workers=[worker.status() for worker in self._fleet.workers],
             queued=self._dispatcher.num_queued,
             running=self._live.num_answers - self._dispatcher.num_queued,
+            profiles=self._dispatcher.profile_status(),
         )
 
     def get_trace(self, request: pb.GetTraceRequest, authorization: Sequence[str] = ()) -> pb.GetTraceResponse:

@@ -45,8 +45,8 @@ def choose(
 ) -> Route | None:
     """The route, or None where the request had better wait for a change of load."""
     prefills = [] if demand.local_only else [prefill for prefill in prefills if prefill.fits(demand)]
-    if demand.num_left == 1 and prefills:
-        prefill = _best_prefill(demand, prefills)
+    if demand.num_left == 1 and (alone := [prefill for prefill in prefills if demand.accepts(prefill.layout)]):
+        prefill = _best_prefill(demand, alone)
         return _only(prefill, demand) if prefill is not None else None
     for decode in _by_load(demand, decodes, settings):
         partners = [prefill for prefill in prefills if prefill.layout.ships_to(decode.layout)]
@@ -64,7 +64,11 @@ def _only(prefill: PrefillState, demand: Demand) -> Route:
 def _by_load(demand: Demand, decodes: Sequence[DecodeState], settings: Settings) -> list[DecodeState]:
     """Those that can take the request, the best first; the last ones by taking a place from something less urgent."""
     rooms = {decode.address: decode.has_room(demand, settings.headroom_pages) for decode in decodes}
-    able = [d for d in decodes if d.fits(demand) and (rooms[d.address] or d.may_make_room(demand))]
+    able = [
+        d
+        for d in decodes
+        if d.fits(demand) and demand.accepts(d.layout) and (rooms[d.address] or d.may_make_room(demand))
+    ]
     return sorted(
         able,
         key=lambda decode: (

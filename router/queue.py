@@ -66,8 +66,9 @@ class RequestQueue(Generic[_Item]):
         """Return a request that `remove` took out to its old place."""
         insort(self._waiting, item, key=attrgetter("place"))
 
-    def first(self) -> _Item | None:
-        return self._waiting[0] if self._waiting else None
+    def waiting(self) -> list[_Item]:
+        """Those in it, in order."""
+        return list(self._waiting)
 
     def take(self, item: _Item, now: float) -> None:
         """Take out a request that goes to its workers."""

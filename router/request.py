@@ -101,6 +101,7 @@ class Generation:
             list(admitted.prompt_ids),
             self._demand(),
             priority=admitted.priority,
+            profile=admitted.profile,
             deadline=deadline,
             cache_salt=admitted.cache_salt,
         )
@@ -139,7 +140,8 @@ class Generation:
     def _demand(self) -> Demand:
         num_left = self._admitted.stop.max_tokens - len(self._output_ids)
         num_tokens = len(self._admitted.prompt_ids) + len(self._output_ids)
-        return Demand(num_tokens, num_left, self._recovery.local_only, self._admitted.priority, self._near)
+        priority, formats = self._admitted.priority, self._admitted.profile.profile.formats
+        return Demand(num_tokens, num_left, self._recovery.local_only, priority, self._near, formats)
 
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens
@@ -241,6 +243,8 @@ class Generation:
             choice=self.choice,
             priority=admitted.priority,
             cache_salt=admitted.cache_salt,
+            speculate=admitted.profile.profile.speculation,
+            profile=admitted.profile.name,
         )
 
     def _sampling(self) -> SamplingParams:

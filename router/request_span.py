@@ -12,6 +12,7 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.layout import CacheLayout
 from pageferry.core.sender import hidden_share
 from pageferry.router.admission import MAX_REQUEST_ID_CHARACTERS, Admitted
+from pageferry.router.profiles import Chosen
 from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.trace_store import REQUEST_ID
 from pageferry.v1.decode_pb2 import Completed, Reserved
@@ -44,6 +45,7 @@ def describe_request(span: Span, admitted: Admitted) -> None:
             "gen_ai.request.top_p": sampling.top_p,
             "gen_ai.request.top_k": sampling.top_k,
             "pageferry.priority": admitted.priority,
+            **admitted.profile.attributes,
         }
     )
     if admitted.num_choices > 1:
@@ -103,6 +105,7 @@ class Timeline:
     num_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that were not computed
     pages: HandoffStats = field(default_factory=HandoffStats)
+    profile: Chosen | None = None  # once it is known
 
     def note_tokens(self, now: float, num_tokens: int) -> float | None:
         """Tokens have come; returns the gap to the ones before, None for the first."""
@@ -120,6 +123,27 @@ class Timeline:
     @property
     def ttft_s(self) -> float:
         return 0.0 if self.first_token is None else self.first_token - self.arrival
+
+    @property
+    def profile_name(self) -> str:
+        return self.profile.name if self.profile is not None else ""
+
+    @property
+    def per_token_s(self) -> float | None:
+        """Mean gap between tokens; None of fewer than two."""
+        if self.first_token is None or self.last_token is None or self.num_tokens < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.num_tokens - 1)
+
+    def objectives(self) -> dict[str, bool]:
+        """Whether each of its profile's objectives was met, as far as that can be told: "ttft" and "token"."""
+        if self.profile is None or self.first_token is None:
+            return {}
+        profile = self.profile.profile
+        seen = (("ttft", self.ttft_s, profile.ttft_slo_ms), ("token", self.per_token_s, profile.token_slo_ms))
+        return {
+            name: seconds * 1000 <= limit_ms for name, seconds, limit_ms in seen if limit_ms and seconds is not None
+        }
 
     def timings(self, now: float) -> Timings:
         timings = Timings()
@@ -139,9 +163,10 @@ class Timeline:
         span.set_attribute("gen_ai.server.time_to_first_token", self.ttft_s)
         for part in (*_TTFT_PARTS, "delivery"):
             span.set_attribute(f"pageferry.ttft.{part}_ms", getattr(timings, f"{part}_ms"))
-        if self.last_token is not None and self.num_tokens > 1:
-            per_token_s = (self.last_token - self.first_token) / (self.num_tokens - 1)
-            span.set_attribute("gen_ai.server.time_per_output_token", per_token_s)
+        if self.per_token_s is not None:
+            span.set_attribute("gen_ai.server.time_per_output_token", self.per_token_s)
+        for objective, met in self.objectives().items():
+            span.set_attribute(f"pageferry.slo.{objective}_met", met)
         if self.second_token is not None:
             span.set_attribute("pageferry.second_token.gap_ms", (self.second_token - self.first_token) * 1000)
             span.set_attribute("pageferry.second_token.transfer_tail_ms", timings.transfer_tail_ms)

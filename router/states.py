@@ -6,18 +6,26 @@ from pageferry.router.admission import Limits
 from pageferry.router.candidates import DecodeState, PrefillState
 from pageferry.router.fleet import Fleet
 from pageferry.router.workers import Role, Worker
+from pageferry.v1.inference_pb2 import PriorityLoad, WorkerLoad
 
 _PAGE_SIZE = 16  # while no worker has been seen
 
 
-def prefill_state(worker: Worker, cached_tokens: int) -> PrefillState:
+def prefill_state(worker: Worker, cached_tokens: int, priority: int = 0) -> PrefillState:
+    """As it is for a request of that priority, to which prompts that are less urgent give way at the next chunk."""
     view = worker.view
     assert view.layout is not None and view.snapshot is not None, "a ready worker has been seen"
+    loads: Sequence[PriorityLoad | WorkerLoad] = [entry for entry in view.load.priorities if entry.priority <= priority]
+    if not view.load.priorities:  # nothing is there, or the worker doesn't say
+        loads = [view.load]
+    sent = [work for work in view.uncounted if work.priority <= priority]
+    behind = [entry.queued_prompt_tokens for entry in view.load.priorities if entry.priority > priority]
     return PrefillState(
         address=worker.address,
         layout=view.layout,
-        num_waiting=view.load.waiting + len(view.uncounted),
-        queued_tokens=view.load.queued_prompt_tokens + sum(work.num_tokens for work in view.uncounted),
+        num_waiting=sum(load.waiting for load in loads) + len(sent),
+        queued_tokens=sum(load.queued_prompt_tokens for load in loads) + sum(work.num_tokens for work in sent),
+        behind_tokens=sum(behind) + sum(work.num_tokens for work in view.uncounted if work.priority > priority),
         tokens_per_s=view.load.prefill_tokens_per_s,
         chunk_tokens=view.snapshot.chunk_tokens,
         cached_tokens=cached_tokens,
@@ -34,8 +42,8 @@ def decode_state(worker: Worker, cached_tokens: int) -> DecodeState:
     return DecodeState(
         address=worker.address,
         layout=view.layout,
-        num_active=load.running + load.waiting + load.tickets + len(view.uncounted),
-        max_num_seqs=view.snapshot.max_num_seqs,
+        num_active=num_active(worker),
+        max_num_seqs=num_slots(worker),
         available_pages=view.available_pages,
         chunk_tokens=view.snapshot.chunk_tokens,
         queued_tokens=load.queued_prompt_tokens + sum(work.num_tokens for work in view.uncounted),
@@ -44,6 +52,20 @@ def decode_state(worker: Worker, cached_tokens: int) -> DecodeState:
         capacity_tokens=view.capacity_tokens(),
         least_priority=load.least_priority if load.HasField("least_priority") else None,
     )
+
+
+def num_active(worker: Worker) -> int:
+    """Sequences that hold a slot of a decode worker or wait for one."""
+    load = worker.view.load
+    return load.running + load.waiting + load.tickets + len(worker.view.uncounted)
+
+
+def num_slots(worker: Worker) -> int:
+    return worker.view.snapshot.max_num_seqs if worker.view.snapshot is not None else 0
+
+
+def num_free_slots(worker: Worker) -> int:
+    return max(0, num_slots(worker) - num_active(worker))
 
 
 def capacity_tokens(workers: Sequence[Worker]) -> int | None:

@@ -28,7 +28,8 @@ class Dispatched:
     """Work sent to a worker. Once accepted it is in the worker's next load report; before, only we know of it."""
 
     num_tokens: int
-    num_pages: tuple[int, ...]  # of each pool, in the order of `WorkerView.pools`; empty: not counted
+    num_pages: tuple[int, ...] = ()  # of each pool, in the order of `WorkerView.pools`; empty: not counted
+    priority: int = 0
     accepted: bool = False
 
 
@@ -146,9 +147,9 @@ class WorkerView:
     def num_cached_pages(self) -> int:
         return len(self._cached)
 
-    def dispatch(self, num_tokens: int, num_pages: tuple[int, ...] = ()) -> Dispatched:
+    def dispatch(self, num_tokens: int, num_pages: tuple[int, ...] = (), priority: int = 0) -> Dispatched:
         """Count work that is sent to the worker; the caller owes `forget` once it is over."""
-        dispatched = Dispatched(num_tokens, num_pages)
+        dispatched = Dispatched(num_tokens, num_pages, priority)
         self._dispatched[dispatched] = None
         return dispatched
 

@@ -19,12 +19,13 @@ def test_all_fields_are_read() -> None:
     tokens_per_minute = 100_000
     max_pages = 512
     min_priority = -1
+    profiles = ["throughput", "quality"]
     admin = true
 
     [[tenant]]
     name = "other"
     """
-    acme = Tenant("acme", (ONE,), 4, 60, 100_000, 512, -1, True)
+    acme = Tenant("acme", (ONE,), 4, 60, 100_000, 512, -1, ("throughput", "quality"), True)
     assert parse_tenants(text, "file") == (acme, Tenant("other"))
     assert parse_tenants("", "file") == ()
 
@@ -51,6 +52,7 @@ def test_all_fields_are_read() -> None:
         ("[[tenant]]\nname = 'a'\nmax_requests = -1", "max_requests is -1, must be from 0 to"),
         ("[[tenant]]\nname = 'a'\nmax_requests = true", "max_requests must be a whole number"),
         ("[[tenant]]\nname = 'a'\ntokens_per_minute = 1.5", "tokens_per_minute must be a whole number"),
+        ("[[tenant]]\nname = 'a'\nprofiles = 'quality'", "profiles must be a list of texts"),
         ("[[tenant]]\nname = 'a'\nadmin = 1", "admin must be true or false"),
         ("[[tenant]]\nname = 'a'\nmin_priority = 2147483648", "min_priority is 2147483648"),
         ("[[tenant]]\nname = 'a'\n[[tenant]]\nname = 'a'", "file: name a is there twice"),

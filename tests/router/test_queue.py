@@ -23,7 +23,7 @@ def add(queue: RequestQueue[Request], name: object, **place: Any) -> Request:
 
 def drain(queue: RequestQueue[Request]) -> list[object]:
     names = []
-    while (request := queue.first()) is not None:
+    for request in queue.waiting():
         assert queue.remove(request)
         names.append(request.name)
     return names
@@ -66,7 +66,7 @@ def test_what_is_past_its_deadline_leaves() -> None:
     assert queue.expire(5.0) == [early]
     assert not queue.remove(early)
     assert queue.expire(100.0) == [late]
-    assert queue.first() is never
+    assert queue.waiting()[0] is never
 
 
 @given(st.lists(st.tuples(st.integers(-1, 1), st.integers(0, 5)), max_size=30))

@@ -224,14 +224,28 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("workers", "queued", "running")
+    __slots__ = ("workers", "queued", "running", "profiles")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    PROFILES_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queued: int
     running: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
+    profiles: _containers.RepeatedCompositeFieldContainer[ProfileStatus]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., profiles: _Optional[_Iterable[_Union[ProfileStatus, _Mapping]]] = ...) -> None: ...
+
+class ProfileStatus(_message.Message):
+    __slots__ = ("name", "in_effect", "queued", "running")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    IN_EFFECT_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    in_effect: str
+    queued: int
+    running: int
+    def __init__(self, name: _Optional[str] = ..., in_effect: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("role", "address", "state", "reason", "load", "layout", "incarnation")
@@ -284,7 +298,7 @@ class PoolLoad(_message.Message):
     def __init__(self, group: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., pages_promised: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens", "pools", "stalled", "least_priority")
+    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens", "pools", "stalled", "least_priority", "priorities")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +316,7 @@ class WorkerLoad(_message.Message):
     POOLS_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     LEAST_PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PRIORITIES_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_cached: int
@@ -319,4 +334,15 @@ class WorkerLoad(_message.Message):
     pools: _containers.RepeatedCompositeFieldContainer[PoolLoad]
     stalled: bool
     least_priority: int
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., tickets: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ..., stalled: _Optional[bool] = ..., least_priority: _Optional[int] = ...) -> None: ...
+    priorities: _containers.RepeatedCompositeFieldContainer[PriorityLoad]
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., tickets: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ..., stalled: _Optional[bool] = ..., least_priority: _Optional[int] = ..., priorities: _Optional[_Iterable[_Union[PriorityLoad, _Mapping]]] = ...) -> None: ...
+
+class PriorityLoad(_message.Message):
+    __slots__ = ("priority", "waiting", "queued_prompt_tokens")
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    priority: int
+    waiting: int
+    queued_prompt_tokens: int
+    def __init__(self, priority: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ...) -> None: ...

@@ -171,6 +171,7 @@ class RouterConfig:
     max_prompt_bytes: int = 1 << 20  # of prompt text, before tokenising
     salt_key: str = ""  # secret behind cache salts, the same on all routers of the same workers; empty: drawn at start
     chat_template: str = ""  # a file, whose template goes in place of the model's
+    profiles_file: str = ""  # TOML, how requests of each kind are served; empty: those built in
     normalise_system: bool = True  # even out a system prompt's outer whitespace and line ends, so that equal ones share
 
     def __post_init__(self) -> None:

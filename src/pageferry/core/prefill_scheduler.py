@@ -31,6 +31,16 @@ class PrefillScheduler(Scheduler):
         """Tokens still to compute, those that the prefix cache is expected to give left out."""
         return self._waiting_tokens + sum(sequence.num_remaining for sequence in self._running)
 
+    @property
+    def prompts_by_priority(self) -> dict[int, tuple[int, int]]:
+        loads: dict[int, tuple[int, int]] = {}
+        for sequence in (*self._waiting, *self._running):
+            waits = sequence.status is SequenceStatus.WAITING
+            num_waiting, num_tokens = loads.get(sequence.work.priority, (0, 0))
+            num_left = self._num_expected(sequence) if waits else sequence.num_remaining
+            loads[sequence.work.priority] = (num_waiting + waits, num_tokens + num_left)
+        return dict(sorted(loads.items()))
+
     def add(self, sequence: Sequence, now: float) -> None:
         """Take a sequence on. Raises InvalidArgumentError if the pool is too small, ResourceExhaustedError if full."""
         self.tables.claims.check_fits(len(sequence.token_ids), what=f"a prompt of {len(sequence.token_ids)} tokens")

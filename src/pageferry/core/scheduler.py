@@ -1,7 +1,7 @@
 """What schedulers have in common, and what they do with chunks: their lengths, their plan, what a step has changed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 
 from pageferry.core.beam import Candidates
@@ -43,6 +43,11 @@ class Scheduler(ABC):
     def least_priority(self) -> int | None:
         """The largest number of a running sequence's, whose place more urgent work may take; None where none may."""
         return None
+
+    @property
+    def prompts_by_priority(self) -> Mapping[int, tuple[int, int]]:
+        """Prompts that wait, and tokens still to compute, of each priority in order; empty where that says nothing."""
+        return {}
 
     @property
     @abstractmethod

@@ -26,6 +26,7 @@ class Tenant:
     tokens_per_minute: int = 0  # of prompts and answers
     max_pages: int = 0  # of each pool that its requests at once may come to fill
     min_priority: int = 0  # its requests' `priority` may be no lower: lower goes first
+    profiles: tuple[str, ...] = ()  # that its requests may name, the first for those that name none; none: all
     admin: bool = False  # may ask for the status, for metrics over HTTP and for everybody's traces
 
     def __post_init__(self) -> None:
@@ -86,9 +87,9 @@ def _tenant(entry: Mapping[str, object], where: str) -> Tenant:
     for name, value in entry.items():
         if name not in known:
             raise _bad(where, f"{name!r} is not known, but {', '.join(known)}")
-        if name == "key_sha256" and isinstance(value, list) and all(isinstance(item, str) for item in value):
+        expected = {"name": str, "key_sha256": tuple, "profiles": tuple, "admin": bool}.get(name, int)
+        if expected is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = tuple(value)
-        expected = {"name": str, "key_sha256": tuple, "admin": bool}.get(name, int)
         if type(value) is not expected:
             what = {str: "a text", tuple: "a list of texts", bool: "true or false", int: "a whole number"}[expected]
             raise _bad(where, f"{name} must be {what}")

@@ -1,6 +1,6 @@
 """A process's Prometheus metrics. Labels take values from fixed sets, so that series stay few."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -96,6 +96,12 @@ class RouterMetrics(Metrics):
         self._prefill_failures = Counter("pageferry_prefill_failures", text, ("next",), registry=self.registry)
         text = "Requests whose decode worker was lost, by what followed."
         self._resumes = Counter("pageferry_resumes", text, ("outcome",), registry=self.registry)
+        text = "Requests whose objective for the first token, or between tokens, was met or missed, by profile."
+        self._objectives = Counter("pageferry_slo", text, ("profile", "objective", "result"), registry=self.registry)
+        text = "Switches of a profile to the one in effect."
+        self._switches = Counter("pageferry_profile_switches", text, ("profile", "to"), registry=self.registry)
+        text = "1 for the profile in effect for each that is asked for."
+        self._profiles = Gauge("pageferry_profile_info", text, ("profile", "in_effect"), registry=self.registry)
 
     def count_prefill_failure(self, next_step: str) -> None:
         """`next_step` is one of RETRY_STEPS."""
@@ -106,6 +112,20 @@ class RouterMetrics(Metrics):
         """`outcome` is one of RESUME_OUTCOMES."""
         assert outcome in RESUME_OUTCOMES, outcome
         self._resumes.labels(outcome).inc()
+
+    def count_objective(self, profile: str, objective: str, *, met: bool) -> None:
+        """`profile` is one of the configuration's, `objective` is "ttft" or "token"."""
+        self._objectives.labels(profile, objective, "met" if met else "missed").inc()
+
+    def count_profile_switch(self, profile: str, to: str) -> None:
+        """Both are names of the configuration's."""
+        self._switches.labels(profile, to).inc()
+
+    def set_profiles(self, in_effect: Mapping[str, str]) -> None:
+        """The profile in effect, by that asked for."""
+        self._profiles.clear()
+        for profile, effective in in_effect.items():
+            self._profiles.labels(profile, effective).set(1)
 
 
 class WorkerMetrics(Metrics):

@@ -10,7 +10,7 @@ from pageferry.core.pools import PagePools
 from pageferry.core.scheduler import Scheduler
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.worker_hub import WorkerHub
-from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
+from pageferry.v1.inference_pb2 import PoolLoad, PriorityLoad, WorkerLoad
 
 _WHOLE_STEP_TOKENS = 64  # from which on a step's speed counts in full
 
@@ -80,6 +80,10 @@ class Reporter:
             prefill_tokens=self._num_prefilled,
             pools=_pool_loads(pools, scheduler.tables.claims.num_promised),
             least_priority=scheduler.least_priority,
+            priorities=[
+                PriorityLoad(priority=priority, waiting=num_waiting, queued_prompt_tokens=num_tokens)
+                for priority, (num_waiting, num_tokens) in scheduler.prompts_by_priority.items()
+            ],
         )
 
 
