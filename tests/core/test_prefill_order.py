@@ -24,6 +24,23 @@ def test_a_lower_priority_number_goes_before_a_shorter_prompt() -> None:
     assert [shares(driver.step())[0][0] for _ in range(3)] == [urgent, urgent, short]
 
 
+def test_a_long_prompt_gives_way_to_an_urgent_one_at_its_next_chunk_and_adds_nothing_to_its_step() -> None:
+    driver = prefill(chunk_tokens=64)
+    flood = [sequence(prompt(160, number), priority=100) for number in (1, 2)]
+    driver.add(*flood)
+    assert shares(driver.step()) == [(flood[0], 0, 64)]
+    urgent, other = sequence(prompt(20, 3)), sequence(prompt(16, 4))
+    driver.add(urgent, other)
+    loads = driver.scheduler.prompts_by_priority
+    assert loads == {0: (2, 36), 100: (1, 256)}
+    assert list(loads) == [0, 100]
+    assert shares(driver.step()) == [(other, 0, 16), (urgent, 0, 20)]
+    assert shares(driver.step()) == [(flood[0], 64, 64)]
+    driver.run()
+    driver.check_idle()
+    assert driver.scheduler.prompts_by_priority == {}
+
+
 @pytest.mark.field("sgl-project/sglang#32549", "ROCm/ATOM#1835", "sgl-project/sglang#34623")
 def test_a_short_prompt_overtakes_a_huge_one_within_a_chunk() -> None:
     driver = prefill(num_pages=2100, chunk_tokens=256)

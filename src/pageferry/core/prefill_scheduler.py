@@ -14,6 +14,9 @@ from pageferry.core.sequence_queues import RETRY_S, Key
 class PrefillScheduler(Scheduler):
     """Shares each step's `chunk_tokens` over the prompts that have the least left; long ones gain by waiting.
 
+    A step is for prompts of one priority: less urgent ones would make it longer for those that it is for. They go on
+    with the next one.
+
     A prompt takes all its pages of full groups when it starts, and is promised those of window groups, so that prompts
     that have started can always finish. It ends here with its first token. Pages go back with the step that ends it:
     who still reads them holds references of its own, acquired between the run of a step and `apply`.
@@ -63,11 +66,15 @@ class PrefillScheduler(Scheduler):
         while budget > 0:
             if may_start and self._waiting and (not running or self._waiting.head_key < self._order(running[0])):
                 sequence = self._waiting.head
+                if _is_behind(sequence, chunks):
+                    break
                 may_start = self._start(sequence)
                 if not may_start:
                     continue
             elif running:
                 sequence = running.popleft()
+                if _is_behind(sequence, chunks):
+                    break
             else:
                 break
             final = self._config.final_chunk_tokens
@@ -136,3 +143,8 @@ class PrefillScheduler(Scheduler):
         self.tables.release(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._is_blocked = False
+
+
+def _is_behind(sequence: Sequence, chunks: list[Chunk]) -> bool:
+    """Whether it is less urgent than what the step has begun with."""
+    return bool(chunks) and sequence.work.priority > chunks[0].sequence.work.priority
