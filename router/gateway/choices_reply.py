@@ -37,6 +37,7 @@ class _ChoicesReply(ABC):
         self._prompt_tokens = 0
         self._usages: list[types.Usage] = []
         self._choices: dict[int, Choice] = {}
+        self._prompts: dict[int, list[types.Logprobs]] = {}  # of those whose log-probabilities have come
 
     def take(self, prompt: int, event: pb.GenerateResponse) -> list[Json]:
         first = prompt * self._parsed.num_choices
@@ -77,9 +78,10 @@ class _ChoicesReply(ABC):
 
     def _delta(self, choice: Choice, delta: pb.Delta) -> list[Json]:
         choice.num_tokens += len(delta.tokens)
-        has_prompt = delta.HasField("prompt_logprobs")
-        if has_prompt:
-            choice.prompt_logprobs = list(delta.prompt_logprobs.tokens)
+        if delta.HasField("prompt_logprobs"):  # with the first choice; the others share them
+            self._prompts[self._prompt_of(choice)] = list(delta.prompt_logprobs.tokens)
+        has_prompt = not choice.has_begun and self._prompt_of(choice) in self._prompts
+        choice.has_begun = True
         text, calls = choice.push(delta.text)
         if self._parsed.streaming is None:
             choice.tokens += delta.tokens
@@ -118,7 +120,7 @@ class _ChoicesReply(ABC):
         return types.Usage(prompt_tokens=self._prompt_tokens, completion_tokens=num_tokens)
 
     def _whole(self, choice: Choice) -> Json:
-        prompt_text = choice.text if choice.prompt_logprobs is not None else None
+        prompt_text = choice.text if self._prompt_of(choice) in self._prompts else None
         logprobs = self._logprobs(choice, choice.tokens, prompt_text)
         return self._described(choice, self._message(choice), logprobs) | self._prompt_logprobs(choice)
 
@@ -133,9 +135,13 @@ class _ChoicesReply(ABC):
         return described
 
     def _prompt_logprobs(self, choice: Choice) -> Json:
-        if choice.prompt_logprobs is None or not self._parsed.prompt_logprobs:
+        entries = self._prompts.get(self._prompt_of(choice))
+        if entries is None or not self._parsed.prompt_logprobs:
             return {}
-        return {"prompt_logprobs": prompt_entries(choice.prompt_logprobs, self._token_bytes)}
+        return {"prompt_logprobs": prompt_entries(entries, self._token_bytes)}
+
+    def _prompt_of(self, choice: Choice) -> int:
+        return choice.index // self._parsed.num_choices
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -212,10 +218,12 @@ class CompletionReply(_ChoicesReply):
         return {"text": choice.text}
 
     def _logprobs(self, choice: Choice, tokens: Iterable[types.GeneratedToken], prompt_text: str | None) -> Json | None:
+        tokens = list(tokens)
         builder, entries = self._builders[choice.index], reported(tokens)
         prompt = None
         if prompt_text is not None and self._parsed.echo_logprobs:
-            prompt = builder.of_prompt(choice.prompt_logprobs or [], prompt_text)
+            of_prompt = self._prompts[self._prompt_of(choice)]
+            prompt = builder.of_prompt(of_prompt, prompt_text, [token.token_id for token in tokens])
         return joined(prompt, builder.of(entries) if entries else None)
 
 

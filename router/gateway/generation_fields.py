@@ -80,6 +80,8 @@ def _read_answers(fields: Fields, request: pb.GenerateRequest) -> None:
             fields.refuse("early_stopping", "needs use_beam_search to be true")
         return
     request.beam.width = best_of or request.n or 1
+    fields.sets("beam", "use_beam_search")
+    fields.sets("beam.width", "best_of" if best_of else "n")
     if length_penalty is not None:
         request.beam.length_penalty = length_penalty
     if early_stopping is not None:

@@ -49,10 +49,14 @@ class CompletionLogprobs:
             "text_offset": [self._advance(self._token_bytes(entry.sampled.token_id)) for entry in entries],
         }
 
-    def of_prompt(self, entries: Sequence[types.Logprobs], text: str) -> Json:
-        """Of an echoed prompt, whose first token has no log-probability; `text` begins with the prompt's."""
+    def of_prompt(self, entries: Sequence[types.Logprobs], text: str, output_ids: Iterable[int]) -> Json:
+        """Of an echoed prompt, whose first token has no log-probability, so that it is told by its text alone.
+
+        That is what is left at the start of `text`, which holds the prompt's and the output's.
+        """
         rest = b"".join(self._token_bytes(entry.sampled.token_id) for entry in entries)
-        first = text.encode()[: max(0, text.encode().find(rest))]
+        prompt = text.encode().removesuffix(b"".join(map(self._token_bytes, output_ids)))
+        first = prompt.removesuffix(rest) if prompt.endswith(rest) else prompt[: max(0, prompt.find(rest))]
         lists: dict[str, list[Any]] = {
             "tokens": [token_name(first)],
             "token_logprobs": [None],

@@ -46,7 +46,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     calls: list[Json] = field(default_factory=list)
     tokens: list[types.GeneratedToken] = field(default_factory=list)
-    prompt_logprobs: list[types.Logprobs] | None = None
+    has_begun: bool = False
     num_tokens: int = 0
     reason: types.FinishReason = types.FINISH_REASON_UNSPECIFIED
     matched_stop: str = ""

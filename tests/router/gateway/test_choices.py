@@ -149,11 +149,26 @@ async def test_an_echoed_prompt_has_log_probabilities_too(stream: bool) -> None:
     body = await ask(script, echo=True, logprobs=1, stream=stream)
     choice = body[0]["choices"][0] if stream else body["choices"][0]
     logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == ["Hi", "<10>", "<11>", "<13>"]
+    assert logprobs["tokens"] == ["Hi", "<10>", "<11>", "<13>"], "what came in other deltas is no part of the prompt"
     assert logprobs["token_logprobs"] == [None, -1.0, None, -2.0]
     assert logprobs["top_logprobs"] == [None, {"<12>": -0.5}, {"<12>": -0.5}, {}]
     assert logprobs["text_offset"] == [0, 2, 6, 10]
     assert "prompt_logprobs" not in choice
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_further_answers_to_an_echoed_prompt_share_its_log_probabilities(stream: bool) -> None:
+    first, second = (
+        fake.delta("Hi<20>", fake.token(0, 20, -2.0)),
+        fake.delta("Hi<21>", fake.token(0, 21, -3.0), choice=1),
+    )
+    first.delta.prompt_logprobs.SetInParent()  # of a prompt of one token
+    script = (fake.started(), first, second, fake.choice_finished(1), fake.finished())
+    body = await ask(script, echo=True, logprobs=0, n=2, stream=stream)
+    for index, token, logprob in ((0, "<20>", -2.0), (1, "<21>", -3.0)):
+        logprobs = choices_of(body if stream else [body], index)[0]["logprobs"]
+        assert (logprobs["tokens"], logprobs["token_logprobs"]) == (["Hi", token], [None, logprob])
+        assert logprobs["text_offset"] == [0, 2]
 
 
 @pytest.mark.parametrize("stream", [False, True])
