@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from cluster import Cluster, connected, environment, wait_idle
+from cluster import Cluster, connected, environment, running, wait_idle
 from openai import AsyncOpenAI
 
 SCRIPTS = Path(__file__).parent / "openai"
@@ -101,6 +101,17 @@ async def test_a_prompt_over_the_limit_is_413_before_tokenising(split: Cluster) 
         ]
     assert [response.status_code for response in responses] == [413, 413, 413]
     assert [response.json()["error"]["param"] for response in responses] == ["prompt", "messages", None]
+
+
+@pytest.mark.slow
+async def test_settings_say_what_becomes_of_unknown_fields_and_whose_pages_may_call(tiny_model: Path) -> None:
+    origin = "https://app.example.org"
+    settings = {"server.unknown_fields": "ignore", "server.cors_origins": origin}
+    with running("--prefill", "0", "--decode", "1", "--model", str(tiny_model), settings=settings) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.http, timeout=60) as http:
+            response = await http.post("/v1/completions", json={"prompt": "a", "xyz": 1}, headers={"origin": origin})
+    assert (response.status_code, response.headers["x-ignored-fields"]) == (200, "xyz")
+    assert response.headers["access-control-allow-origin"] == origin
 
 
 def run(command: list[str], **options: Any) -> str:
