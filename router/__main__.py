@@ -149,7 +149,7 @@ async def _run(
 
 async def _drain(server: GrpcServer, frontend: Frontend, grace_s: float) -> int:
     """Take nothing more and let live requests end, those over HTTP too; how many had to be ended."""
-    await server.set_serving(False)
+    await server.begin_drain(grace_s, frontend.num_live)
     # First what both servers share: afterwards neither has a generation to wait for.
     num_ended = await frontend.drain(grace_s)
     await server.drain(_SERVER_DRAIN_S)

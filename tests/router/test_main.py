@@ -136,7 +136,11 @@ async def test_no_trace_is_kept_where_a_collector_gets_them(workers: Rig) -> Non
             await InferenceServiceStub(channel).GetTrace(pb.GetTraceRequest())
 
 
-async def test_a_drain_lets_a_live_stream_end(workers: Rig) -> None:
+async def test_a_drain_lets_a_live_stream_end(workers: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    def logged(event: str) -> list[dict[str, object]]:
+        return [record.pageferry_fields for record in caplog.records if record.message == event]
+
+    caplog.set_level("INFO", "pageferry")
     gate = workers.decode.pause_at[1] = asyncio.Event()
     stop = asyncio.Event()
     async with running(config_for(workers, drain_grace_s=5), stop) as channel:
@@ -152,10 +156,12 @@ async def test_a_drain_lets_a_live_stream_end(workers: Rig) -> None:
         watch.cancel()
         with pytest.raises(grpc.aio.AioRpcError, match="draining"):
             await stub.Generate(ask()).read()
+        assert logged("draining") == [{"grace_s": 5, "open_calls": 1}]  # as it begins, and once
         gate.set()
         while (event := await call.read()) is not grpc.aio.EOF:
             answer.take(event)
         assert (answer.text, answer.reason) == ("abc", "length")
+    assert len(logged("draining")) == len(logged("drained")) == 1
 
 
 async def test_only_an_admin_may_drain_a_router_that_knows_its_callers(workers: Rig, tmp_path: Path) -> None:

@@ -133,16 +133,20 @@ class GrpcServer:
         for service in self._services:
             await self._health.set(service, _SERVING if serving else _NOT_SERVING)
 
-    async def drain(self, grace_s: float) -> int:
-        """Refuse new work and let open calls end; what still lives after `grace_s` ends with UNAVAILABLE.
-
-        Returns how many calls were ended. Calls that serve live work, such as pushes of pages, are still taken.
-        """
-        began = not self._draining
+    async def begin_drain(self, grace_s: float, open_calls: int) -> None:
+        """Refuse new work, and say so once. Calls that serve live work, such as pushes of pages, are still taken."""
+        if self._draining:
+            return
         self._draining = True
-        if began:
-            await self._tell(False, _draining)
-            log("draining", grace_s=grace_s, open_calls=self.num_open)
+        await self._tell(False, _draining)
+        log("draining", grace_s=grace_s, open_calls=open_calls)
+
+    async def drain(self, grace_s: float) -> int:
+        """Begin it, and let open calls end; what still lives after `grace_s` ends with UNAVAILABLE.
+
+        Returns how many calls were ended.
+        """
+        await self.begin_drain(grace_s, self.num_open)
         num_ended = await self._interceptor.wait_idle(grace_s)
         await self._interceptor.wait_quiet(_QUIET_S, _LONGEST_QUIET_S)
         log("drained", grace_s=grace_s, ended_calls=num_ended)
