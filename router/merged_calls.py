@@ -110,7 +110,7 @@ class MergedCalls(Generic[_Name]):
                     self._room.clear()
                     await self._room.wait()
         except grpc.aio.AioRpcError as error:
-            end = Item(name, error=from_rpc_error(error))
+            end = Item(name, error=from_rpc_error(error, "the worker"))
         except PageferryError as error:
             end = Item(name, error=error)
         except Exception as error:

@@ -146,7 +146,7 @@ class Worker:
             except grpc.aio.AioRpcError as error:
                 never_seen = self.view.snapshot is None
                 link = WorkerState.WARMING if never_seen else WorkerState.DOWN
-                reason = from_rpc_error(error).message
+                reason = from_rpc_error(error, "the worker").message
             except Exception as error:  # else nobody would hear of the worker any more
                 log("watch_failed", level="error", address=self.address, error=error)
                 link, reason = WorkerState.DOWN, f"internal error: {type(error).__name__}"

@@ -128,6 +128,12 @@ def test_a_broken_stream_is_unavailable_and_retryable(code: grpc.StatusCode, det
     assert error.retryable
 
 
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
+def test_a_connection_that_broke_is_told_with_whom_it_was(code: grpc.StatusCode) -> None:
+    error = from_rpc_error(rpc_error(code, "Stream removed (Socket closed)"), "the router")
+    assert error.message == "the connection to the router broke: Stream removed (Socket closed)"
+
+
 def test_an_internal_error_of_the_peer_stays_one() -> None:
     assert type(from_rpc_error(rpc_error(grpc.StatusCode.INTERNAL, "logits are not numbers"))) is errors.InternalError
 

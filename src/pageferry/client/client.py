@@ -63,7 +63,7 @@ class Generation(AnyGeneration):
                 if (delta := self._collector.take(response)) is not None:
                     yield delta
         except grpc.aio.AioRpcError as raised:
-            error = from_rpc_error(raised)
+            error = from_rpc_error(raised, "the router")
         except asyncio.CancelledError:
             if not self._cancelled:
                 raise
@@ -171,4 +171,4 @@ async def _reply(call: Awaitable[_Reply]) -> _Reply:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
+        raise from_rpc_error(error, "the router") from None

@@ -174,4 +174,4 @@ def _open(address: str, certificates: Certificates | None, loaded: Loaded | None
 
 def _error(error: grpc.RpcError) -> PageferryError:
     # Blocking calls raise another class with the same methods.
-    return from_rpc_error(cast(grpc.aio.AioRpcError, error))
+    return from_rpc_error(cast(grpc.aio.AioRpcError, error), "the router")

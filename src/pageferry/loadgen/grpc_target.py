@@ -53,7 +53,7 @@ class GrpcTarget:
                 pb.ListModelsRequest(), timeout=_CHECK_TIMEOUT_S, metadata=self._metadata
             )
         except grpc.aio.AioRpcError as error:
-            known = from_rpc_error(error)
+            known = from_rpc_error(error, "the router")
             if isinstance(known, UnauthenticatedError):
                 raise UnauthenticatedError(f"{known.message}; set --api-key", reason=known.reason) from None
             what_to_do = "start one with `pageferry up`, or name another with --target"
@@ -82,7 +82,7 @@ class GrpcTarget:
                     answer.cached_tokens = usage.cached_tokens
                     return perf_counter()
         except grpc.aio.AioRpcError as error:
-            known = from_rpc_error(error)
+            known = from_rpc_error(error, "the router")
             raise RequestFailedError(f"{known.code}: {known.message}") from None
         finally:
             call.cancel()  # does nothing to one that is over

@@ -50,8 +50,10 @@ async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: errors.Pag
     await context.abort(status.code, status.details, tuple(status.trailing_metadata))
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.PageferryError:
+def from_rpc_error(error: grpc.aio.AioRpcError, peer: str = "the peer") -> errors.PageferryError:
     """The error as it was raised at the peer: class, message, reason, violations, and when to try again.
+
+    `peer` is what a message calls it where the connection to it broke, of which the transport says only how.
 
     A stream that broke half-way is an UnavailableError, whatever code the transport gives it: INTERNAL, CANCELLED or
     UNKNOWN without our details come from a dying peer or a proxy, and another try may reach another worker.
@@ -59,7 +61,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> errors.PageferryError:
     code, message, status = error.code(), error.details() or "", _status(error)
     info = next((info for info in _unpack(status, ErrorInfo) if info.domain == DOMAIN), None)
     if info is None and _is_broken_stream(code, message):
-        return errors.UnavailableError(f"stream broken: {message}", reason="STREAM_BROKEN")
+        return errors.UnavailableError(_broken(peer, message), reason="STREAM_BROKEN")
+    if info is None and code is grpc.StatusCode.UNAVAILABLE and _tells_of_a_break(message):
+        return errors.UnavailableError(_broken(peer, message))
     if info is None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
         message = "the deadline passed"  # here, while the call ran; the transport's words are about its stream
     retry = next(_unpack(status, RetryInfo), None)
@@ -83,7 +87,15 @@ def _is_broken_stream(code: grpc.StatusCode, message: str) -> bool:
     transport_codes = (grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
     if code is grpc.StatusCode.CANCELLED and message == _DROPPED:
         return True
-    return code in transport_codes and any(sign in message for sign in _BROKEN_STREAM)
+    return code in transport_codes and _tells_of_a_break(message)
+
+
+def _tells_of_a_break(message: str) -> bool:
+    return any(sign in message for sign in _BROKEN_STREAM)
+
+
+def _broken(peer: str, message: str) -> str:
+    return f"the connection to {peer} broke: {message}" if message else f"the connection to {peer} broke"
 
 
 def _unpack(status: Status, kind: type[Any]) -> Iterator[Any]:

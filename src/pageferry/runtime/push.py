@@ -264,7 +264,7 @@ class PushClient:
                 self._take(response)
             failure: PageferryError = UnavailableError("push ended without Committed", reason="STREAM_BROKEN")
         except grpc.aio.AioRpcError as error:
-            failure = from_rpc_error(error)
+            failure = from_rpc_error(error, "the decode worker")
             if error.details() == _WRITE_FAILED:  # the receiver had ended the call, which hides why
                 failure = UnavailableError("push ended while it was written to", reason="STREAM_BROKEN")
         except PageferryError as error:
