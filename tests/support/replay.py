@@ -149,11 +149,9 @@ class Replay:
 
     async def _grpc(self, fields: dict[str, Any]) -> Said:
         request = pb.GenerateRequest(prompt="Say it.", stop_strings=_listed(fields.get("stop")))
-        for name in ("max_tokens", "min_tokens", "ignore_eos"):
-            if name in fields:
-                setattr(request.stop, name, fields[name])
-        if fields.get("skip_special_tokens") is not None:
-            request.skip_special_tokens = fields["skip_special_tokens"]
+        for name in fields.keys() - {"stop"}:
+            fields_of = next(part for part in (request, request.stop, request.sampling) if hasattr(part, name))
+            setattr(fields_of, name, fields[name])
         said = Said([], "", 0)
         async for event in self.stub.Generate(request):
             if event.HasField("delta"):
