@@ -19,6 +19,7 @@ from pageferry.core.gguf import GgufType
 from pageferry.core.model_files import ModelFiles, load_config_of
 from pageferry.engine.gguf_blocks import as_multiplied, dequantise
 from pageferry.engine.gguf_tensors import GgufTensors
+from pageferry.engine.model import Model
 from pageferry.engine.native import NativeModel
 from pageferry.kernels.cpu_library import load_kernels
 
@@ -242,6 +243,19 @@ def test_types_that_the_kernels_can_hold_are_multiplied_by_them(tmp_path: Path) 
     target = sequence(TOKENS, 0, 4)
     assert relative_error(logits_of(engine, target, [50]), logits_of(load(plain), target, [50])) < 0.03
     assert engine.memory_report["weights"] / stored.stat().st_size == pytest.approx(34 / 22, rel=0.1)
+
+
+@pytest.mark.skipif(load_kernels(1) is None, reason="the kernels are not built")
+@pytest.mark.parametrize("other", ["token_embd", "attn_v"])
+def test_matrices_that_the_kernels_can_not_hold_are_left_to_torch(other: str, tmp_path: Path) -> None:
+    stored, plain = mixed_files(tmp_path, {other: GgufType.Q6_K}, GgufType.Q5_0, 0.01 if other == "attn_v" else 2e-4)
+    engine = load(stored, compute_dtype="auto", kernels="cpu")
+    model = runner_of(engine).model
+    assert isinstance(model, Model)
+    target = sequence(TOKENS, 0, 4)
+    assert relative_error(logits_of(engine, target, [20, 50]), logits_of(load(plain), target, [50])) < 0.03
+    dense = load(stored, compute_dtype="bf16").memory_report["weights"]
+    assert engine.memory_report["weights"] < 0.8 * dense
 
 
 def test_rope_factors_of_the_file_divide_the_frequencies(tiny_model: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import HEAD_DIM_MULTIPLE, CacheLayout
-from pageferry.core.memory import context_limit, plan_memory, unpacked_bytes
+from pageferry.core.memory import context_limit, is_mixed, mixed_bytes, plan_memory, unpacked_bytes
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, sampling_defaults
 from pageferry.core.model_shapes import EMBEDDING, HEAD, check_shapes, expected_shapes
@@ -104,9 +104,13 @@ def _weights(config: ModelConfig, tensors: dict[str, StoredTensor]) -> Values:
     groups: dict[tuple[str, str], list[int]] = defaultdict(list)
     for name, tensor in tensors.items():
         groups[_kind(name), tensor.type].append(tensor.num_bytes)
-    grouped = [tensor.multiplied_bytes for tensor in tensors.values() if len(tensor.shape) == 2]
-    in_groups = None not in grouped and config.head_dim % HEAD_DIM_MULTIPLE == 0
+    grouped = {name: tensor.multiplied_bytes for name, tensor in tensors.items() if len(tensor.shape) == 2}
+    in_groups = None not in grouped.values()
     packed = sum(tensor.multiplied_bytes or tensor.num_bytes for tensor in tensors.values()) if in_groups else None
+    computed, element_bytes = ("bf16", 2) if _has_bf16() else ("fp32", 4)
+    mixed = mixed_bytes(config, grouped, element_bytes) if is_mixed(config, grouped) else None
+    if (packed or mixed) and config.head_dim % HEAD_DIM_MULTIPLE == 0 and _has_kernels():
+        computed = "in_groups" if packed else "partly_in_groups"
     return {
         "stored": [
             {"tensors": kind, "type": type_, "count": len(sizes), "bytes": sum(sizes)}
@@ -115,35 +119,34 @@ def _weights(config: ModelConfig, tensors: dict[str, StoredTensor]) -> Values:
         "stored_bytes": sum(tensor.num_bytes for tensor in tensors.values()),
         # Bytes in memory, by what computes.
         "in_groups_bytes": packed,
+        "partly_in_groups_bytes": mixed,
         "bf16_bytes": unpacked_bytes(config, 2),
         "fp32_bytes": unpacked_bytes(config, 4),
-        "computed": _computed(in_groups=in_groups),
+        "computed": computed,  # here, where the configuration leaves it open
     }
 
 
-def _computed(*, in_groups: bool) -> str:
-    """How a processor computes it here, where the configuration leaves that open."""
-    if in_groups and _has_kernels():
-        return "in groups"
-    return "bf16" if _has_bf16() else "fp32"
-
-
 def _has_kernels() -> bool:
+    """Whether the compiled kernels are there, and faster here than torch."""
     found = importlib.util.find_spec("pageferry.kernels")
     places = (found.submodule_search_locations or []) if found else []
-    return any((Path(place) / "_cpu.so").exists() for place in places)
+    return "avx2" in _processor() and any((Path(place) / "_cpu.so").exists() for place in places)
 
 
 def _has_bf16() -> bool:
+    return not {"avx512_bf16", "amx_bf16"}.isdisjoint(_processor())
+
+
+def _processor() -> set[str]:
+    """What the processor says of itself, in words."""
     try:
-        text = Path("/proc/cpuinfo").read_text("ascii", errors="replace")
+        return set(Path("/proc/cpuinfo").read_text("ascii", errors="replace").split())
     except OSError:
-        return False
-    return "avx512_bf16" in text or "amx_bf16" in text
+        return set()
 
 
 def _memory(config: ModelConfig, weights: Values, asked: Asked) -> Values:
-    weight_bytes = weights[weights["computed"].replace(" ", "_") + "_bytes"]
+    weight_bytes = weights[f"{weights['computed']}_bytes"]
     layouts = {name: _layout(config, name) for name in FORMATS}
     default = layouts[EngineConfig().page_format]
 

@@ -13,6 +13,12 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.model_files import packaged_models, resolve_model
 
 _MB = 10**6
+_WAYS = {
+    "in_groups": "by the compiled kernels, in the file's own groups",
+    "partly_in_groups": "by the compiled kernels, in the file's own groups, and what they can't hold by torch",
+    "bf16": "in bf16 by torch",
+    "fp32": "in fp32 by torch",
+}
 
 
 def add_command(parser: argparse.ArgumentParser) -> None:
@@ -90,14 +96,10 @@ def _rope(model: dict[str, Any]) -> str:
 def _weights(weights: dict[str, Any]) -> Iterator[str]:
     for row in weights["stored"]:
         yield f"{row['tensors']:<13}{row['type']:<8}{row['count']:>5} tensors {_mb(row['bytes']):>10}"
-    ways = {"in groups": weights["in_groups_bytes"], "bf16": weights["bf16_bytes"], "fp32": weights["fp32_bytes"]}
-    texts = {
-        "in groups": "by the compiled kernels, in the file's own groups",
-        "bf16": "in bf16 by torch",
-        "fp32": "in fp32 by torch",
-    }
-    others = [f"{texts[way]} {_mb(size)}" for way, size in ways.items() if size and way != weights["computed"]]
-    yield f"computed here {texts[weights['computed']]}: {_mb(ways[weights['computed']])} ({'; '.join(others)})"
+    computed = weights["computed"]
+    sizes = {way: weights[f"{way}_bytes"] for way in _WAYS}
+    others = [f"{_WAYS[way]} {_mb(size)}" for way, size in sizes.items() if size and way != computed]
+    yield f"computed here {_WAYS[computed]}: {_mb(sizes[computed])} ({'; '.join(others)})"
 
 
 def _tokenizer(tokenizer: dict[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pageferry.core.config import EngineConfig, SchedulerConfig
@@ -9,7 +10,7 @@ from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout
 from pageferry.core.model_config import ModelConfig
-from pageferry.core.model_shapes import expected_shapes
+from pageferry.core.model_shapes import EMBEDDING, expected_shapes
 
 _MB = 10**6
 # Numbers (K and V of one layer, fp32) that attention of several sequences gathers at most: 8 MB stay near the cache,
@@ -167,6 +168,22 @@ def unpacked_bytes(config: ModelConfig, element_bytes: int) -> int:
     embedding = config.vocab_size * config.hidden_size * element_bytes
     all_weights = sum(math.prod(shape) for shape in expected_shapes(config).values()) * element_bytes
     return all_weights + (embedding if config.tied_embeddings else 0)  # the head is repacked apart from the table
+
+
+def mixed_bytes(config: ModelConfig, multiplied: Mapping[str, int | None], element_bytes: int) -> int:
+    """What the weights take where some matrices stay in groups of so many bytes; None are those of numbers."""
+    sizes = {name: math.prod(shape) * element_bytes for name, shape in expected_shapes(config).items()}
+    total = sum(multiplied.get(name) or size for name, size in sizes.items())
+    # The table that tokens are looked up in has numbers; a tied head is another form of it.
+    table = sizes[EMBEDDING] if config.tied_embeddings or multiplied.get(EMBEDDING) else 0
+    grouped_head = 0 if config.tied_embeddings else multiplied.get(EMBEDDING) or 0
+    return total + table - grouped_head
+
+
+def is_mixed(config: ModelConfig, multiplied: Mapping[str, int | None]) -> bool:
+    """Whether some matrices that are multiplied stay in groups, and others become numbers."""
+    is_grouped = [bool(size) for name, size in multiplied.items() if name != EMBEDDING or config.tied_embeddings]
+    return any(is_grouped) and not all(multiplied.values())
 
 
 def _workspace(config: ModelConfig, scheduler: SchedulerConfig, columns: list[int]) -> int:

@@ -15,7 +15,7 @@ from pageferry.core.errors import InvalidArgumentError, invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import HEAD_DIM_MULTIPLE, CacheLayout
-from pageferry.core.memory import MemoryPlan, context_limit, plan_memory, unpacked_bytes
+from pageferry.core.memory import MemoryPlan, context_limit, is_mixed, mixed_bytes, plan_memory, unpacked_bytes
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
 from pageferry.core.model_shapes import check_shapes, expected_shapes
@@ -25,11 +25,17 @@ from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
 from pageferry.engine.gpu_load import DeviceLoader, open_device
 from pageferry.engine.hf_tensors import HfTensors
+from pageferry.engine.mixed_weights import load_mixed_weights
 from pageferry.engine.model import Model
 from pageferry.engine.native import NativeModel
 from pageferry.engine.outliers import key_warning
 from pageferry.engine.pages import PageTensors
-from pageferry.engine.quantised_weights import is_quantised, load_quantised_weights, quantised_bytes
+from pageferry.engine.quantised_weights import (
+    is_quantised,
+    load_quantised_weights,
+    multiplied_sizes,
+    quantised_bytes,
+)
 from pageferry.engine.rope import inverse_frequencies
 from pageferry.engine.runner import ForwardPass, TorchRunner
 from pageferry.engine.tensors import TensorFiles
@@ -112,6 +118,7 @@ class _ProcessorLoader:
     dtype: torch.dtype
     kernels: CpuKernels | None
     quantised: GgufTensors | None  # the tensors, where the kernels multiply them as they are in the file
+    mixed: GgufTensors | None = None  # the same, where they do so with some
 
     @property
     def for_torch(self) -> bool:
@@ -120,10 +127,13 @@ class _ProcessorLoader:
     @property
     def how(self) -> str:
         numbers = "the file's groups" if self.quantised else str(self.dtype).removeprefix("torch.")
+        numbers = f"the file's groups and {numbers}" if self.mixed else numbers
         return numbers + (f" ({self.kernels.isa.name.lower()} kernels)" if self.kernels else "")
 
     @property
     def weight_bytes(self) -> int:
+        if self.mixed:
+            return mixed_bytes(self.config, multiplied_sizes(self.config, self.mixed), self.dtype.itemsize)
         return quantised_bytes(self.quantised) if self.quantised else unpacked_bytes(self.config, self.dtype.itemsize)
 
     def available_bytes(self) -> int:
@@ -133,7 +143,10 @@ class _ProcessorLoader:
         if self.quantised and self.kernels:
             packed = load_quantised_weights(self.config, self.quantised, progress=progress)
             return NativeModel(self.config, packed, frequencies, max_positions, self.kernels)
-        weights = load_weights(self.config, self.tensors, self.dtype, progress=progress)
+        if self.mixed and self.kernels:
+            weights = load_mixed_weights(self.config, self.mixed, self.dtype, self.kernels, progress=progress)
+        else:
+            weights = load_weights(self.config, self.tensors, self.dtype, progress=progress)
         return Model(self.config, weights, frequencies, max_positions, self.kernels)
 
     def pages(self, layout: CacheLayout, memory: MemoryPlan) -> PageTensors:
@@ -147,8 +160,10 @@ def _loader(
         device = open_device(config.device)
         return DeviceLoader(model, tensors, config.compute_dtype, device, scheduler.max_num_seqs)
     kernels = _kernels(config, layout)
-    quantised = _quantised(tensors, config, kernels)
-    return _ProcessorLoader(model, tensors, compute_dtype(config.compute_dtype), kernels, quantised)
+    dtype, grouped = compute_dtype(config.compute_dtype), _grouped(tensors, config, kernels)
+    quantised = grouped if grouped and is_quantised(grouped) else None
+    mixed = grouped if grouped and is_mixed(model, multiplied_sizes(model, grouped)) else None
+    return _ProcessorLoader(model, tensors, dtype, kernels, quantised, mixed)
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -179,11 +194,11 @@ def _kernels(config: EngineConfig, layout: CacheLayout) -> CpuKernels | None:
     return None if problem else kernels
 
 
-def _quantised(tensors: TensorFiles, config: EngineConfig, kernels: CpuKernels | None) -> GgufTensors | None:
-    """The tensors, where the kernels are to multiply them as they are in the file."""
+def _grouped(tensors: TensorFiles, config: EngineConfig, kernels: CpuKernels | None) -> GgufTensors | None:
+    """The tensors, where the kernels are to multiply those that they can as they are in the file."""
     if kernels is None or config.compute_dtype != "auto" or not isinstance(tensors, GgufTensors):
         return None
-    return tensors if is_quantised(tensors) else None
+    return tensors
 
 
 def _open(files: ModelFiles, config: ModelConfig) -> TensorFiles:

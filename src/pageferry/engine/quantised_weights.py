@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pageferry.core.gguf import GgufType
 from pageferry.core.model_config import ModelConfig
-from pageferry.core.model_shapes import EMBEDDING, HEAD, NORM
+from pageferry.core.model_shapes import EMBEDDING, HEAD, NORM, expected_shapes
 from pageferry.engine.gguf_tensors import GgufTensors
 from pageferry.engine.weights import LayerWeights, bias_of, load_layers
 from pageferry.kernels.quantised_linear import PackedMatrix, pack
@@ -30,6 +30,12 @@ class QuantisedWeights:
 def is_quantised(tensors: GgufTensors) -> bool:
     """Whether every matrix is in groups that the kernels multiply, or can be put into such without loss."""
     return all(tensors.multiplied_as(name) for name, shape in tensors.shapes.items() if len(shape) == 2)
+
+
+def multiplied_sizes(config: ModelConfig, tensors: GgufTensors) -> dict[str, int | None]:
+    """Of all matrices, bytes in groups, or None for those that become numbers."""
+    matrices = [name for name, shape in expected_shapes(config).items() if len(shape) == 2]
+    return {name: tensors.multiplied_bytes(name) if tensors.multiplied_as(name) else None for name in matrices}
 
 
 def quantised_bytes(tensors: GgufTensors) -> int:
