@@ -232,6 +232,7 @@ def test_longrope_of_a_gguf_is_refused() -> None:
     [
         ({"general.architecture": "gemma"}, "general.architecture is 'gemma', supported are llama, qwen2, qwen3"),
         ({"llama.expert_count": 8}, "expert_count is 8"),
+        ({"split.count": 3}, "split.count is 3, only whole files are read: join the parts with llama-gguf-split"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8, only 16"),
         (
             {"llama.rope.scaling.type": "su"},

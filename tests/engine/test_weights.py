@@ -85,6 +85,49 @@ def test_a_tensor_that_would_be_left_out_is_refused(copy: Path) -> None:
         load(change(copy, bias))
 
 
+def shard(directory: Path, parts: dict[str, Tensors], **index: str) -> Path:
+    """Put the weights into the files named, with an index of all that they hold, and of what else is named."""
+    (directory / "model.safetensors").unlink()
+    names: dict[str, str] = {}
+    for file, tensors in parts.items():
+        save_file(tensors, directory / file)
+        names |= dict.fromkeys(tensors, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names | index}))
+    return directory
+
+
+UP = "model.layers.3.mlp.up_proj.weight"
+
+
+def halves(directory: Path) -> tuple[Tensors, Tensors]:
+    found = load_file(directory / "model.safetensors")
+    first = {name: found[name] for name in sorted(found)[::2]}
+    return first, {name: tensor for name, tensor in found.items() if name not in first}
+
+
+def test_a_tensor_in_two_shards_is_refused(copy: Path) -> None:
+    first, second = halves(copy)
+    second["model.norm.weight"] = first["model.norm.weight"] = torch.ones(64)
+    shard(copy, {"a.safetensors": first, "b.safetensors": second})
+    with pytest.raises(
+        InvalidArgumentError, match=r"b\.safetensors: tensor model\.norm\.weight is in a\.safe"
+    ):
+        load(copy)
+
+
+def test_a_tensor_that_only_the_index_has_is_missing(copy: Path, tiny_model: Path) -> None:
+    first, second = halves(copy)
+    expected = logits(tiny_model)
+    second.pop(UP, None)
+    first.pop(UP, None)
+    shard(copy, {"a.safetensors": first, "b.safetensors": second}, **{UP: "b.safetensors"})
+    with pytest.raises(InvalidArgumentError, match=r"lacks tensors: model\.layers\.3\.mlp\.up_proj\.weight$"):
+        load(copy)
+    second[UP] = load_file(tiny_model / "model.safetensors")[UP]
+    save_file(second, copy / "b.safetensors")
+    assert torch.equal(logits(copy), expected)
+
+
 def test_other_types_are_named(copy: Path) -> None:
     def narrow(tensors: Tensors) -> None:
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)

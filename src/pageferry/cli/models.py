@@ -119,7 +119,7 @@ def _chat(chat: dict[str, Any]) -> Iterator[str]:
 
 
 def _sampling(defaults: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in defaults.items()) or "no defaults of its own"
+    return ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "no defaults of its own"
 
 
 def _memory(memory: dict[str, Any]) -> Iterator[str]:

@@ -128,6 +128,9 @@ class ModelConfig:
         general = Fields("model file", file.metadata)
         architecture = general.one_of("general.architecture", GGUF_ARCHITECTURES)
         fields = general.below(f"{architecture}.", "model file")
+        if file.metadata.get("split.count", 1) not in (0, 1):
+            limit = "only whole files are read: join the parts with llama-gguf-split --merge"
+            raise invalid("model file: split.count", file.metadata["split.count"], limit)
         fields.refuse_unless("expert_count", 0)
         hidden_size, num_heads = fields.whole("embedding_length"), fields.whole("attention.head_count")
         head_dim = fields.whole("attention.key_length", hidden_size // num_heads)

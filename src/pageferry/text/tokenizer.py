@@ -100,7 +100,8 @@ def _from_gguf(files: ModelFiles) -> "_Parts":
 def _from_directory(files: ModelFiles) -> "_Parts":
     path = files.path / "tokenizer.json"
     if not path.is_file():
-        raise InvalidArgumentError(f"model directory {files.path} has no tokenizer.json", reason="MODEL_INVALID")
+        how = "other forms are not read; AutoTokenizer.save_pretrained of transformers writes it"
+        raise InvalidArgumentError(f"model directory {files.path} has no tokenizer.json: {how}", reason="MODEL_INVALID")
     with _reading(path):
         encoder = Encoder.from_file(str(path))
     # Limits of the file's own would cut prompts without a word.
