@@ -56,7 +56,7 @@ async def test_a_grammar_that_can_end_early_ignores_min_tokens(cluster: Cluster)
 
 
 async def test_bias_and_bans_hold_from_the_first_token_to_the_last(cluster: Cluster) -> None:
-    biased = {token_id: 100.0 for token_id in (100, 101, 102)}
+    biased = dict.fromkeys((100, 101, 102), 100.0)
     banned = [TokenSequence(ids=[101]), TokenSequence(ids=[100, 102])]
     async with connected(cluster) as stub:
         free = await generate(stub, ask(22, logit_bias=biased))

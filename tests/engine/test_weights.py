@@ -109,9 +109,7 @@ def test_a_tensor_in_two_shards_is_refused(copy: Path) -> None:
     first, second = halves(copy)
     second["model.norm.weight"] = first["model.norm.weight"] = torch.ones(64)
     shard(copy, {"a.safetensors": first, "b.safetensors": second})
-    with pytest.raises(
-        InvalidArgumentError, match=r"b\.safetensors: tensor model\.norm\.weight is in a\.safe"
-    ):
+    with pytest.raises(InvalidArgumentError, match=r"b\.safetensors: tensor model\.norm\.weight is in a\.safe"):
         load(copy)
 
 
