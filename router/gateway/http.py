@@ -54,24 +54,13 @@ def build_app(
 ) -> ASGIApp:
     """The gateway; `max_body_bytes` bounds a body before it is parsed, `cors_origins` are whose pages may call."""
     gateway = _Gateway(frontend, registry, max_body_bytes, int(time.time()), refuse_unknown)
-    routes = [
-        Route("/v1/completions", gateway.completions, methods=["POST"]),
-        Route("/v1/chat/completions", gateway.chat_completions, methods=["POST"]),
-        Route("/v1/responses", gateway.responses, methods=["POST"]),
-        Route("/v1/models", gateway.models),
-        Route("/v1/models/{name:path}", gateway.model),
-        Route("/health", gateway.ready),
-        Route("/ready", gateway.ready),
-        Route("/metrics", gateway.metrics),
-        Route("/version", gateway.version),
-    ]
     handlers: Mapping[Any, Any] = {
         PageferryError: _on_error,
         HTTPException: _on_http_error,
         ClientDisconnect: _on_disconnect,
         500: _on_bug,
     }
-    app = Starlette(routes=routes, exception_handlers=handlers)
+    app = Starlette(routes=gateway.routes(), exception_handlers=handlers)
     if cors_origins:
         methods, exposed = ["GET", "POST"], list(HEADERS_OUT)
         app.add_middleware(
@@ -91,6 +80,19 @@ class _Gateway:
     max_body_bytes: int
     created: int
     refuse_unknown: bool
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/responses", self.responses, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/health", self.ready),
+            Route("/ready", self.ready),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+        ]
 
     async def completions(self, request: Request) -> Response:
         return await self._generation(request, parse_completion, CompletionReply)
