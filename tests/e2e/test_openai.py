@@ -1,6 +1,8 @@
 """OpenAI's official clients against real processes: Python over the tiny model, both over the packaged one."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,6 +59,35 @@ async def test_log_probabilities_are_those_of_the_greedy_tokens(client: AsyncOpe
     logprobs: Any = answer.choices[0].logprobs
     assert len(logprobs.tokens) == 4 and all(len(top) == 3 for top in logprobs.top_logprobs)
     assert logprobs.token_logprobs == [max(top.values()) for top in logprobs.top_logprobs]
+
+
+async def test_answers_match_what_they_must(client: AsyncOpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
+    asked: Any = {"model": await model_of(client), "seed": 5}
+    chat = await client.chat.completions.create(messages=MESSAGES, response_format=form, **asked)
+    assert json.loads(chat.choices[0].message.content or "")["a"] in ("x", "y")
+    for extra, pattern in (({"guided_regex": "[0-9]{3}"}, r"\d{3}"), ({"guided_choice": ["yes", "no"]}, "yes|no")):
+        answer = await client.completions.create(prompt="a", extra_body=extra, **asked)
+        assert re.fullmatch(pattern, answer.choices[0].text) and answer.choices[0].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(prompt="a", extra_body={"guided_json": {"type": "nope"}}, **asked)
+    assert caught.value.param == "guided_json"
+
+
+async def test_every_answer_to_an_echoed_prompt_tells_all_log_probabilities(client: AsyncOpenAI) -> None:
+    prompt = [80 + number % 30 for number in range(40)]
+    answer = await client.completions.create(
+        model=await model_of(client), prompt=prompt, echo=True, logprobs=1, n=2, max_tokens=3, seed=5
+    )
+    first, second = [choice.logprobs for choice in answer.choices]
+    assert first is not None and second is not None and first.tokens is not None and second.tokens is not None
+    assert len(first.tokens) == len(second.tokens) == 43
+    assert first.token_logprobs is not None and second.token_logprobs is not None
+    assert first.token_logprobs[0] is None and first.token_logprobs[:40] == second.token_logprobs[:40]
+    assert all(logprob is not None and logprob < 0 for logprob in first.token_logprobs[1:])
+    assert answer.choices[0].text.startswith("".join(first.tokens[:40]))
 
 
 async def test_a_client_that_leaves_frees_everything(client: AsyncOpenAI, split: Cluster) -> None:
