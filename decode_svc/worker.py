@@ -24,7 +24,7 @@ from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.work_calls import WorkCalls, counted
+from pageferry.runtime.work_calls import WorkCalls, counted, profile_attributes
 from pageferry.runtime.worker_step import ChunkDone
 from pageferry.v1 import decode_pb2 as pb
 
@@ -179,5 +179,6 @@ class DecodeWorker(WorkCalls[Call, Event]):
             "pageferry.preemptions": figures.num_preemptions,
             "pageferry.first_step_ms": first_own_ms(figures),
         }
-        self._spans.record("decode.queue", call.parent, figures.ready, first_step, {})
-        self._spans.record("decode.generate", call.parent, first_step, figures.ended, attributes)
+        profile = profile_attributes(call.sequence.work)
+        self._spans.record("decode.queue", call.parent, figures.ready, first_step, profile)
+        self._spans.record("decode.generate", call.parent, first_step, figures.ended, {**profile, **attributes})

@@ -21,7 +21,7 @@ from pageferry.runtime.convert import finish_to_proto, layout_from_proto, prompt
 from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.work_calls import WorkCalls, counted
+from pageferry.runtime.work_calls import WorkCalls, counted, profile_attributes
 from pageferry.runtime.worker_step import ChunkDone
 from pageferry.v1.prefill_pb2 import (
     FirstToken,
@@ -146,7 +146,8 @@ class PrefillWorker(WorkCalls[_Call, Event]):
             return
         if call.first_chunk is None:
             call.first_chunk = chunk.started
-            self._spans.record("prefill.queue", call.parent, call.sequence.arrival, chunk.started, {})
+            profile = profile_attributes(call.sequence.work)
+            self._spans.record("prefill.queue", call.parent, call.sequence.arrival, chunk.started, profile)
         self._record_chunk(call.parent, chunk)
         if call.shipment is not None:
             call.shipment.add(chunk.pages)

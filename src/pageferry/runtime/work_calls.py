@@ -23,6 +23,8 @@ from pageferry.runtime.reports import Publisher
 from pageferry.runtime.telemetry import record_span
 from pageferry.runtime.worker_step import ChunkDone
 
+MAX_PROFILE_CHARACTERS = 64
+
 Call = TypeVar("Call")
 Event = TypeVar("Event")
 
@@ -92,6 +94,11 @@ class WorkCalls(ABC, Generic[Call, Event]):
     def _log(self, event: str, sequence: Sequence, error: PageferryError) -> None:
         request_id = sequence.work.request_id
         log(event, level="warning", request_id=request_id, reason=error.reason, message=error.message)
+
+
+def profile_attributes(work: WorkItem) -> dict[str, str]:
+    """Of a worker's spans: the request's profile, as the router calls it."""
+    return {"pageferry.profile": work.profile[:MAX_PROFILE_CHARACTERS]} if work.profile else {}
 
 
 class LiveIds:
