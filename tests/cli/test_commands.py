@@ -249,6 +249,19 @@ def test_status_shows_each_pool_in_80_columns() -> None:
     ]
 
 
+def test_status_shows_profiles_and_what_is_in_effect_for_them() -> None:
+    profiles = [
+        pb.ProfileStatus(name="interactive", in_effect="interactive", running=2),
+        pb.ProfileStatus(name="throughput", in_effect="night shift", queued=17, running=32),
+    ]
+    assert status.table(pb.GetStatusResponse(profiles=profiles))[-4:] == [
+        "",
+        "PROFILE      IN EFFECT    QUEUED  RUNNING",
+        "interactive  interactive       0        2",
+        "throughput   night shift      17       32",
+    ]
+
+
 def typing(*lines: str) -> Iterator[str]:
     yield from lines
     raise EOFError

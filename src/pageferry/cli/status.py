@@ -18,12 +18,22 @@ from pageferry.v1 import inference_pb2 as pb
 _REFRESH_S = 0.5
 _WORKER_HEADINGS = ("WORKER", "ADDRESS", "STATE", "RUNNING", "WAITING", "TICKETS", "TOKENS")
 _POOL_HEADINGS = ("PAGES", "TOTAL", "FREE", "CACHED", "RESERVED", "RESIDENT", "LAYERS")
-_TEXTS = {"WORKER", "ADDRESS", "STATE", "PAGES", "LAYERS"}  # the rest are numbers, and stand to the right
+_PROFILE_HEADINGS = ("PROFILE", "IN EFFECT", "QUEUED", "RUNNING")
+_TEXTS = {
+    "WORKER",
+    "ADDRESS",
+    "STATE",
+    "PAGES",
+    "LAYERS",
+    "PROFILE",
+    "IN EFFECT",
+}  # the rest are numbers, and stand to the right
 _EPILOG = (
     "TICKETS: hand-offs awaited. TOKENS, since the worker's start: of prompts on a prefill worker, generated on a "
     "decode worker. PAGES of each cache group, whose number is `pool` in metrics: FREE ones hold nothing; CACHED ones "
     "may be found by equal prompts, and go where room is needed; RESERVED ones are on their way; RESIDENT ones belong "
-    "to sequences; promised ones are kept for running sequences. Tails are last pages, in fp16 until they are full."
+    "to sequences; promised ones are kept for running sequences. Tails are last pages, in fp16 until they are full. "
+    "PROFILE: as asked for; IN EFFECT: what its requests are served as at present."
 )
 
 
@@ -41,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def table(status: pb.GetStatusResponse) -> list[str]:
-    """The lines: a table of workers, one of their pools, and what is wrong with workers."""
+    """The lines: a table of workers, one of their pools, one of profiles, and what is wrong with workers."""
     workers = _aligned(_WORKER_HEADINGS, [_worker_row(worker) for worker in status.workers])
     rows = [list(_pool_rows(worker)) for worker in status.workers]
     headings, *cells = _aligned(_POOL_HEADINGS, [row for pools in rows for row in pools])
@@ -51,8 +61,14 @@ def table(status: pb.GetStatusResponse) -> list[str]:
         pools += [_pages_title(worker), *cells[:count]]
         del cells[:count]
     reasons = [f"{worker.role} {worker.address}: {worker.reason}" for worker in status.workers if worker.reason]
-    below = ["", *reasons] if reasons else []
+    below = ["", *_profiles(status)] if status.profiles else []
+    below += ["", *reasons] if reasons else []
     return [f"router: {status.running} running, {status.queued} queued", "", *workers, "", *pools, *below]
+
+
+def _profiles(status: pb.GetStatusResponse) -> list[str]:
+    rows = [(one.name, one.in_effect, str(one.queued), str(one.running)) for one in status.profiles]
+    return _aligned(_PROFILE_HEADINGS, rows)
 
 
 def _aligned(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
