@@ -1,5 +1,9 @@
 """The profiles file: what is read, what is refused and how that is said."""
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -87,6 +91,16 @@ def test_what_is_wrong_is_named(text: str, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message) as caught:
         parse_profiles(text, "file")
     assert caught.value.reason == "BAD_PROFILES"
+
+
+def test_the_documented_file_is_read() -> None:
+    text = Path(__file__).parents[2].joinpath("docs", "profiles.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```toml\n(# profiles.toml\n.*?)```", text, re.DOTALL)
+    profiles = parse_profiles(example, "docs/profiles.md")
+    documented = {line.split("=")[0].strip() for line in example.splitlines() if "=" in line}
+    fields = {one.name for kind in (Profile, SwitchRule) for one in dataclasses.fields(kind)}
+    assert documented | {"name", "switches"} == fields | {"default", "base"}
+    assert [rule.use for rule in profiles.profiles["throughput"].switches] == ["night", "overload"]
 
 
 def test_there_are_not_too_many() -> None:

@@ -182,6 +182,23 @@ def test_a_prefill_worker_gets_one_more_than_it_runs() -> None:
     assert choose(PROMPT, [replace(P, refuses=True)], [D], SETTINGS) is None
 
 
+def test_less_urgent_prompts_are_waited_for_by_a_chunk_at_most() -> None:
+    full = replace(P, num_running=4, behind_tokens=10_000)
+    assert full.ttft_s(Demand(100, 10)) == pytest.approx((256 + 100) / 1000)
+    assert replace(full, behind_tokens=50).ttft_s(Demand(100, 10)) == pytest.approx((50 + 100) / 1000)
+    assert places(choose(PROMPT, [full], [D], SETTINGS)) == ("p1", "d1")
+
+
+def test_pages_are_of_a_format_that_is_wanted() -> None:
+    fp32 = replace(LAYOUT, format=PageFormat.parse("fp32"))
+    exact, quick = replace(P, layout=fp32), replace(P, address="p2", tokens_per_s=9000)
+    kept = replace(D, layout=fp32, address="d2", num_active=7)
+    wanted = replace(PROMPT, page_formats=(PageFormat.parse("fp32"), PageFormat.parse("bf16")))
+    assert places(choose(wanted, [exact, quick], [D, kept], SETTINGS)) == ("p1", "d2")
+    assert choose(wanted, [exact], [D], SETTINGS) is None
+    assert places(choose(replace(wanted, num_left=1), [exact, quick], [], SETTINGS)) == ("p1", None)
+
+
 LAYOUTS = st.sampled_from([LAYOUT, OTHER_LAYOUT, replace(LAYOUT, format=PageFormat.parse("fp32"))])
 COUNTS = st.integers(0, 40)
 PREFILLS = st.lists(

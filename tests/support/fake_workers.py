@@ -309,6 +309,7 @@ class Rig:
     router: RouterConfig = field(default_factory=lambda: RouterConfig(local_prefill_tokens=0))
     config: Config = field(default_factory=Config)
     prefill_layout: CacheLayout = LAYOUT
+    decode_layouts: Sequence[CacheLayout] = ()  # of the first ones; the others' is LAYOUT
     wait_ready: bool = True
     clock: Callable[[], float] = time.monotonic
     silence_s: float = 5
@@ -321,7 +322,8 @@ class Rig:
         self.log = SpanLog()
         tracer = self.log.tracer()
         self.prefills = [FakePrefill(self.script, self, self.prefill_layout) for _ in range(self.num_prefill)]
-        self.decodes = [FakeDecode(self.script, self) for _ in range(self.num_decode)]
+        layouts = [*self.decode_layouts, *[LAYOUT] * self.num_decode][: self.num_decode]
+        self.decodes = [FakeDecode(self.script, self, layout) for layout in layouts]
         for prefill in self.prefills:
             await self.serve(prefill, tracer)
         for decode in self.decodes:
