@@ -144,14 +144,16 @@ class Dispatcher:
         hopeless = self._able.why_hopeless(ask)
         if hopeless is not None:
             raise hopeless
-        kept = awaited | self._lanes.reserved(ask, self._fleet.ready(Role.DECODE))
+        decodes = self._fleet.ready(Role.DECODE)
+        kept = awaited | self._lanes.reserved(ask, decodes)
         grant = self._grant(ask, kept)
         if grant is None:
             others = [worker for worker in self._able.decodes(ask) if worker not in kept]
             states = self._able.states(ask, others)[1]
             headroom = self._settings.headroom_pages
             awaited.update(others)
-            return not any(state.has_room(ask.demand, headroom) or state.may_make_room(ask.demand) for state in states)
+            rooms = [state.has_room(ask.demand, headroom) or state.may_make_room(ask.demand) for state in states]
+            return bool(decodes) and not any(rooms)
         self._queue.take(ask, self._clock())
         if ask.granted.done():  # its owner has gone
             grant.release()

@@ -18,6 +18,12 @@ async def test_a_split_request_has_all_spans_in_one_tree(split: Cluster) -> None
     assert [span.name for span in roots(spans)] == ["pageferry.request"]
     assert len({span.service for span in spans}) == 3
 
+    request = one(spans, "pageferry.request", "SERVER")
+    assert request.attributes["pageferry.profile.in_effect"] == "interactive"
+    for name in ("pageferry.request", "prefill.queue", "decode.queue", "decode.generate"):
+        (span,) = (span for span in spans if span.name == name)
+        assert span.attributes["pageferry.profile"] == "interactive"
+
     def parents(name: str, kind: str = "INTERNAL") -> tuple[str, str]:
         above = parent(spans, one(spans, name, kind))
         return above.name, above.kind

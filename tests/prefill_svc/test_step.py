@@ -198,6 +198,15 @@ def test_refusals_leave_nothing_behind() -> None:
     assert bench.is_idle()
 
 
+def test_a_report_counts_prompts_by_priority() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add("flood", range(5 * B), priority=100)
+    bench.run(1)
+    bench.add("urgent", range(100, 100 + B), priority=-1)
+    loads = [(load.priority, load.waiting, load.queued_prompt_tokens) for load in bench.step.load().priorities]
+    assert loads == [(-1, 1, B), (100, 0, 3 * B)]
+
+
 def test_reports_come_when_something_changed_and_twice_a_second() -> None:
     bench = Bench()
     assert [type(event) for event in bench.step.step(bench.clock())] == [WorkerLoad]
