@@ -68,7 +68,8 @@ def victim_of(world: World, request: Request, role: str) -> str:
     """The name of the role's node that the request is at, or where it is at none yet, of the first."""
     if role in ("router", "client"):
         return role
-    generation = world.router.frontend._live.get(request.name)
+    choices = world.router.frontend._live._requests.get(request.name)
+    generation = choices._generations.get(0) if choices is not None else None
     attempt = generation._current if generation is not None else None
     worker = getattr(attempt._grant, role) if attempt is not None else None
     first = world.prefills[0] if role == "prefill" else world.decodes[0]
