@@ -40,6 +40,7 @@ class Request:
     num_tokens: int
     deadline_s: float | None = None
     read_s: float = 0.0  # pause after each message
+    profile: str = ""
     answer: Answer = field(default_factory=Answer)
     outcome: str = ""  # OK, a status, or CANCELLED
     reason: str = ""
@@ -178,6 +179,7 @@ class World:
         stub: Any = InferenceServiceStub(channel)
         message = pb.GenerateRequest(
             request_id=request.name,
+            profile=request.profile,
             token_ids=pb.TokenIds(ids=request.prompt),
             sampling=types.SamplingParams(temperature=0, seed=1),
             stop=types.StopConditions(max_tokens=request.num_tokens),
