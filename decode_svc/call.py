@@ -11,7 +11,12 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.plan import Emitted
 from pageferry.core.sequence import Sequence
 from pageferry.decode_svc.step import Completed, Figures
-from pageferry.runtime.convert import finish_to_proto, prompt_logprobs_to_proto, token_to_proto
+from pageferry.runtime.convert import (
+    finish_to_proto,
+    hypothesis_to_proto,
+    prompt_logprobs_to_proto,
+    token_to_proto,
+)
 from pageferry.v1 import decode_pb2 as pb
 
 MOST_TOKENS = 4096  # of a message, whatever is told of each, so that receivers take it
@@ -49,6 +54,8 @@ class Call:
     def take_end(self, end: Completed | PageferryError) -> None:
         if self.end is None:  # the first one counts
             self.end = end
+            if isinstance(end, Completed):
+                self.num_emitted += sum(len(one.token_ids) for one in end.hypotheses)
         self.changed.set()
         if self.subscription is not None:
             self.subscription.mark(self)
@@ -98,4 +105,5 @@ def _completed(end: Completed, *, is_pushed: bool) -> pb.Completed:
         preemptions=figures.num_preemptions,
         cached_tokens=figures.num_cached,
         first_step_ms=first_own_ms(figures) if is_pushed else 0.0,
+        hypotheses=[hypothesis_to_proto(one) for one in end.hypotheses],
     )

@@ -80,6 +80,8 @@ class TicketDesk:
         sequence = ticket.sequence
         if first is not None and first[0] != sequence.num_output:
             raise invalid("commit.first_tokens.position", first[0], f"must be {sequence.num_output}")
+        if first is not None and sequence.work.beam is not None:
+            raise invalid("commit.first_tokens", "a token", "must be empty for a beam search")
         self._tickets.commit(ticket, covered_tokens, now)
         self._tickets.consume(ticket)
         del self._live[sequence]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pageferry.core.beam import Hypothesis
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, ResourceExhaustedError
 from pageferry.core.handoff import TicketTable
@@ -38,6 +39,7 @@ class Completed:
     sequence: Sequence
     reason: FinishReason
     figures: Figures
+    hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search, which has told no tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +133,16 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
     def _apply(self, plan: Plan, result: StepResult, started: float, ended: float) -> None:
         self._reporter.num_preemptions += len(plan.preempted)
         num_prefill = 0
-        for chunk in plan.chunks:
-            job = self._jobs[chunk.sequence]
+        for sequence in {chunk.sequence.owner for chunk in plan.chunks}:
+            job = self._jobs[sequence]
             job.first_step = started if job.first_step is None else job.first_step
             job.forward_s += result.forward_s
+        for chunk in plan.chunks:
+            if chunk.samples and chunk.sequence.work.beam is not None:  # its tokens are told at its end
+                self._note_own(self._jobs[chunk.sequence.owner], ended)
             if chunk.num_tokens > 1 or not chunk.samples:
                 num_prefill += chunk.num_tokens
-                self._emit(ChunkDone(chunk.sequence, chunk.start, chunk.num_tokens, started, ended))
+                self._emit(ChunkDone(chunk.sequence.owner, chunk.start, chunk.num_tokens, started, ended))
         self._reporter.measure(num_prefill, ended - started)
         self._take(self._scheduler.apply(plan, result, ended), ended, own=True)
 
@@ -149,13 +154,16 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
     def _take(self, output: Output, now: float, *, own: bool) -> None:
         """Hand a scheduler's output on; `own` tokens were drawn here."""
         for emitted in output.emitted:
-            job = self._jobs[emitted.sequence]
             if own:
                 self._reporter.num_generated += 1
-                job.first_own = now if job.first_own is None else job.first_own
+                self._note_own(self._jobs[emitted.sequence], now)
             self._emit(emitted)
         for ended in output.ended:
             self._end(ended, now)
+
+    def _note_own(self, job: _Job, now: float) -> None:
+        """Something was drawn here."""
+        job.first_own = now if job.first_own is None else job.first_own
 
     def _end(self, ended: Ended, now: float) -> None:
         sequence = ended.sequence
@@ -165,7 +173,8 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
         figures = self._figures(sequence, now)
         assert figures is not None, "a sequence ran before it was ready"
         del self._jobs[sequence]
-        self._emit(Completed(sequence, ended.reason, figures))
+        self._reporter.num_generated += sum(len(one.token_ids) for one in ended.hypotheses)
+        self._emit(Completed(sequence, ended.reason, figures, ended.hypotheses))
 
     def _fail(self, sequence: Sequence, error: PageferryError) -> None:
         self._emit(Failed(sequence, error, self.abort(sequence, error)))

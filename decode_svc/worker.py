@@ -135,7 +135,7 @@ class DecodeWorker(WorkCalls[Call, Event]):
         if call.num_emitted == 0:
             return
         sequence, num_generated = call.sequence, call.num_emitted
-        if call.is_pushed:  # the prefill worker has counted the first token
+        if call.is_pushed and sequence.work.beam is None:  # the prefill worker has counted the first token
             num_generated -= 1
         metrics = self._publisher.metrics
         metrics.count_tokens(prompt=sequence.num_prompt, cached=sequence.num_cached, generated=num_generated)
@@ -179,6 +179,8 @@ class DecodeWorker(WorkCalls[Call, Event]):
             "pageferry.preemptions": figures.num_preemptions,
             "pageferry.first_step_ms": first_own_ms(figures),
         }
+        if (beam := call.sequence.work.beam) is not None:
+            attributes["pageferry.beam_width"] = beam.width
         profile = profile_attributes(call.sequence.work)
         self._spans.record("decode.queue", call.parent, figures.ready, first_step, profile)
         self._spans.record("decode.generate", call.parent, first_step, figures.ended, {**profile, **attributes})

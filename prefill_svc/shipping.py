@@ -68,7 +68,7 @@ class Shipment:
         self._on_over = on_over
         self._waiting: deque[Pages] = deque()
         self._changed = asyncio.Event()
-        self._finish: tuple[int, tuple[int, SampledToken]] | None = None
+        self._finish: tuple[int, tuple[int, SampledToken] | None] | None = None
         self._push: PushClient | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_over = False
@@ -86,8 +86,8 @@ class Shipment:
             self._waiting.append(pages)
             self._changed.set()
 
-    def finish(self, covered_tokens: int, first: tuple[int, SampledToken]) -> None:
-        """Compute has ended and nothing more comes: commit, with the position and token drawn, when all is sent."""
+    def finish(self, covered_tokens: int, first: tuple[int, SampledToken] | None) -> None:
+        """Compute has ended and nothing more comes: commit when all is sent. `first`: position and token drawn."""
         if self._push is not None:
             self._push.compute_ended()
         self._finish = (covered_tokens, first)

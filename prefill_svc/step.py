@@ -15,11 +15,14 @@ from pageferry.runtime.worker_step import ChunkDone, WorkerStep
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The prompt is computed and the first token drawn; `reason` where that token ends the generation."""
+    """The prompt is computed and the first token drawn; `reason` where that token ends the generation.
+
+    For a beam search none is drawn.
+    """
 
     sequence: Sequence
     position: int
-    token: SampledToken
+    token: SampledToken | None
     reason: FinishReason | None
     time: float
 
@@ -85,8 +88,8 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
                 self._pools.release([place for _, place in pages])
                 pages = ()
             self._pending.append(ChunkDone(sequence, chunk.start, chunk.num_tokens, started, ended, pages))
-            if sequence in drawn and end is not None:
-                self._draw(drawn[sequence], end, ended)
+            if end is not None and not end.failure:
+                self._draw(drawn.get(sequence), end, ended)
             elif end is not None:
                 self._end(end, ended)
 
@@ -100,10 +103,13 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
         self._pools.acquire(place for _, place in pages)
         return tuple(pages)
 
-    def _draw(self, emitted: Emitted, end: Ended, now: float) -> None:
-        self._shipped.pop(emitted.sequence, None)
-        self._reporter.num_generated += 1
-        self._pending.append(Drawn(emitted.sequence, emitted.position, emitted.token, end.reason, now))
+    def _draw(self, emitted: Emitted | None, end: Ended, now: float) -> None:
+        sequence, token = end.sequence, None
+        self._shipped.pop(sequence, None)
+        if emitted is not None:
+            self._reporter.num_generated += 1
+            token = emitted.token
+        self._pending.append(Drawn(sequence, len(sequence.work.output_ids), token, end.reason, now))
 
     def _end(self, ended: Ended, now: float) -> None:
         """Without a token."""

@@ -114,7 +114,8 @@ class PrefillWorker(WorkCalls[_Call, Event]):
             task.add_done_callback(self._shipments.discard)
         await context.write(PrefillResponse(accepted=PrefillAccepted(cached_tokens=sequence.num_cached)))
         drawn = await call.drawn()
-        metrics.count_tokens(prompt=sequence.num_prompt, cached=sequence.num_cached, generated=1)
+        num_generated = int(drawn.token is not None)
+        metrics.count_tokens(prompt=sequence.num_prompt, cached=sequence.num_cached, generated=num_generated)
         await context.write(PrefillResponse(first_token=self._first_token(call, drawn)))
         if call.shipment is not None and drawn.reason is None:
             stats = await call.shipped()
@@ -162,7 +163,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         call.outcomes.put_nowait(event)
         if call.shipment is not None and event.reason is None:
             covered_tokens = len(call.sequence.work.prompt_ids) + len(call.sequence.work.output_ids)
-            call.shipment.finish(covered_tokens, (event.position, event.token))
+            call.shipment.finish(covered_tokens, None if event.token is None else (event.position, event.token))
 
     def _take_outcome(self, call: _Call, outcome: HandoffStats | PageferryError) -> None:
         if isinstance(outcome, PageferryError):
@@ -190,8 +191,9 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         work = call.sequence.work
         first_chunk = call.first_chunk if call.first_chunk is not None else drawn.time
         prompt_logprobs = call.sequence.prompt_logprobs  # all of them, as the first token is drawn
+        token, want_logprobs = drawn.token, work.sampling.num_logprobs is not None
         return FirstToken(
-            token=token_to_proto(drawn.position, drawn.token, work.sampling.num_logprobs is not None),
+            token=None if token is None else token_to_proto(drawn.position, token, want_logprobs),
             finish_reason=finish_to_proto(drawn.reason),
             queue_ms=(first_chunk - call.sequence.arrival) * 1000,
             prefill_ms=(drawn.time - first_chunk) * 1000,

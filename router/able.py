@@ -42,7 +42,7 @@ class AbleWorkers:
     def why_hopeless(self, ask: Ask) -> PageferryError | None:
         """Why it waits in vain; None where it doesn't."""
         demand = ask.demand
-        if demand.num_left == 1 and not demand.local_only:
+        if demand.is_one_token and not demand.local_only:
             alone = [w for w in self.prefills(ask) if w.view.layout is not None and demand.accepts(w.view.layout)]
             if (capacity_tokens(alone) or 0) >= demand.num_tokens:
                 return None

@@ -15,8 +15,9 @@ from pageferry.core.errors import (
     invalid,
 )
 from pageferry.core.limits import ModelLimits
-from pageferry.core.sampling import SamplingParams, StopParams
+from pageferry.core.sampling import BeamParams, SamplingParams, StopParams
 from pageferry.core.tenants import ANYBODY, Tenant
+from pageferry.router.beam import beam_of, check_beside
 from pageferry.router.profiles import DEFAULT, Chosen, Profiles
 from pageferry.router.prompts import Prompts, check_ids
 from pageferry.runtime.convert_work import sampling_from_proto
@@ -41,6 +42,8 @@ class Limits:
     prefill_pool_tokens: int | None
     decode_pool_tokens: int | None
     page_size: int = 16
+    max_num_seqs: int | None = None  # of the decode worker with most slots
+    decode_pages: int | None = None  # of the largest one's layers that keep all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ class Admitted:
     wants_logprobs: bool = False
     echo: bool = False
     profile: Chosen = DEFAULT
+    beam: BeamParams | None = None
 
     @property
     def is_ranked(self) -> bool:
@@ -104,7 +108,11 @@ class Admission:
         if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
             length = f"{len(request.request_id)} characters"
             raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
+        beam = beam_of(request, self._limits().max_num_seqs)
         n, num_choices = _num_choices(request)
+        num_kept = num_choices  # outputs that take pages of their own
+        if beam is not None:
+            num_choices, num_kept = 1, beam.width
         if request.echo and request.HasField("chat"):
             raise invalid("echo", True, "must not be set with chat, whose text is the template's")
         check_ids("stop.stop_token_ids", request.stop.stop_token_ids, self._vocab_size)
@@ -116,7 +124,8 @@ class Admission:
         tokenize_s = self._clock() - began
         self._model_limits.check_prompt_logprobs(sampling, len(prompt_ids))
         request_id = request.request_id or secrets.token_hex(8)
-        stop = self._stop(request.stop, len(prompt_ids), tenant.max_pages, num_choices)
+        stop = self._stop(request.stop, len(prompt_ids), tenant.max_pages, num_kept, beam)
+        check_beside(beam, sampling, stop)
         return Admitted(
             request_id=request_id,
             work_id=request_id if tenant is ANYBODY else f"{tenant.name}/{request_id}",
@@ -127,13 +136,14 @@ class Admission:
             skip_special=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=profile.profile.priority_of(request.priority),
             cache_salt=cache_salt,
-            num_pages=_num_pages(len(prompt_ids), stop.max_tokens, num_choices, self._limits().page_size),
+            num_pages=_num_pages(len(prompt_ids), stop.max_tokens, num_kept, self._limits().page_size),
             tokenize_s=tokenize_s,
             n=n,
             num_choices=num_choices,
             wants_logprobs=sampling.num_logprobs is not None,
             echo=request.echo,
             profile=profile,
+            beam=beam,
         )
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
@@ -166,15 +176,19 @@ class Admission:
             sampling = replace(sampling, banned=(*sampling.banned, *banned))
         return sampling
 
-    def _stop(self, stop: StopConditions, num_prompt: int, max_pages: int, num_choices: int) -> StopParams:
+    def _stop(
+        self, stop: StopConditions, num_prompt: int, max_pages: int, num_kept: int, beam: BeamParams | None
+    ) -> StopParams:
         max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
-        most = self._most_tokens(num_prompt, max_tokens, max_pages, num_choices)
+        most = self._most_tokens(num_prompt, max_tokens, max_pages, num_kept, is_beam=beam is not None)
         stop_token_ids = frozenset(stop.stop_token_ids)
         if not stop.ignore_eos:
             stop_token_ids |= frozenset(self._tokenizer.eos_ids)
         return StopParams(most, stop.min_tokens, stop_token_ids, stop.max_repeats)
 
-    def _most_tokens(self, num_prompt: int, max_tokens: int | None, max_pages: int, num_choices: int) -> int:
+    def _most_tokens(
+        self, num_prompt: int, max_tokens: int | None, max_pages: int, num_kept: int, *, is_beam: bool
+    ) -> int:
         """`max_tokens`, or where it is absent what fits; raises InvalidArgumentError where it can never fit."""
         limits = self._limits()
         wanted = max_tokens or 1
@@ -188,21 +202,29 @@ class Admission:
             )
         # The last token's keys and values are never stored; and a single token needs no decode worker.
         stored = num_prompt + wanted - 1
-        is_decoded = max_tokens != 1 or prefill_tokens is None
-        if is_decoded and decode_tokens is not None and stored > decode_tokens:
-            limit = f"the largest decode worker's pages hold {decode_tokens} of prompt and answer together"
-            raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_POOL")
+        is_decoded = max_tokens != 1 or prefill_tokens is None or is_beam
         shared_pages = num_prompt // limits.page_size
-        tenant_pages = (max_pages + (num_choices - 1) * shared_pages) // num_choices  # of each answer
-        tenant_tokens = tenant_pages * limits.page_size if max_pages else None
+        if is_beam and decode_tokens is not None and limits.decode_pages is not None:  # all beams are on one worker
+            each_tokens = _pages_each(limits.decode_pages, shared_pages, num_kept) * limits.page_size
+            decode_tokens = min(decode_tokens, each_tokens)
+        if is_decoded and decode_tokens is not None and stored > decode_tokens:
+            each = f" in each of {num_kept} beams" if is_beam else ""
+            limit = f"the largest decode worker's pages hold {decode_tokens} of prompt and answer together{each}"
+            raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_POOL")
+        tenant_tokens = _pages_each(max_pages, shared_pages, num_kept) * limits.page_size if max_pages else None
         if tenant_tokens is not None and stored > tenant_tokens:
-            each = f" in each of {num_choices} answers" if num_choices > 1 else ""
+            each = f" in each of {num_kept} answers" if num_kept > 1 else ""
             limit = f"the tenant's max_pages, {max_pages}, hold {tenant_tokens} of prompt and answer together{each}"
             raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_TENANT_PAGES")
         if max_tokens is not None:
             return max_tokens
         pools = [most + 1 for most in (decode_tokens, tenant_tokens) if most is not None]
         return min([limits.max_model_tokens, *pools]) - num_prompt
+
+
+def _pages_each(num_pages: int, num_shared: int, num_kept: int) -> int:
+    """Pages that each of several outputs may come to hold, where all have `num_shared` of them together."""
+    return (num_pages + (num_kept - 1) * num_shared) // num_kept
 
 
 def _too_long(num_prompt: int, max_tokens: int | None, limit: str, reason: str) -> InvalidArgumentError:

@@ -53,6 +53,7 @@ class Attempt:
     ) -> None:
         """Calls are made inside `in_context()`, so that their spans have the right parent."""
         self.finish: types.FinishReason = types.FINISH_REASON_UNSPECIFIED
+        self.hypotheses: Sequence[types.Hypothesis] = ()  # of a beam search, which gives no tokens before
         self.prompt_logprobs: types.PromptLogprobs | None = None  # with the first token, where asked for
         self._grant = grant
         workers = ((Role.PREFILL, grant.prefill), (Role.DECODE, grant.decode))
@@ -231,9 +232,10 @@ class Attempt:
             self._finish(first.finish_reason, Role.PREFILL)
         elif self._source is Source.PREFILL_ONLY:
             self._finish(types.FINISH_REASON_LENGTH, Role.PREFILL)
-        return self._take_early() or (first.token,)
+        return self._take_early() or ((first.token,) if first.HasField("token") else ())
 
     def _on_completed(self, completed: decode_pb2.Completed) -> None:
+        self.hypotheses = completed.hypotheses
         self._times.completed(completed, is_local=self._source is Source.LOCAL)
         self._finish(completed.reason, Role.PREFILL, Role.DECODE)
 

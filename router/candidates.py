@@ -20,6 +20,17 @@ class Demand:
     priority: int = 0  # lower goes first
     near: str = ""  # address of the decode worker that holds the prompt for another answer to the request
     page_formats: tuple[PageFormat, ...] = ()  # those that its pages may have; none: any
+    num_beams: int = 0  # of a beam search
+
+    @property
+    def num_slots(self) -> int:
+        """Of a decode worker."""
+        return max(1, self.num_beams)
+
+    @property
+    def is_one_token(self) -> bool:
+        """Whether a prefill worker can do all of it."""
+        return self.num_left == 1 and not self.num_beams
 
     def accepts(self, layout: CacheLayout) -> bool:
         """Whether its pages may be kept in that layout."""
@@ -92,7 +103,7 @@ class DecodeState:
     least_priority: int | None = None  # the largest number of what runs there; None: nothing's place can be taken
 
     def fits(self, demand: Demand) -> bool:
-        return demand.num_stored <= self.capacity_tokens
+        return demand.num_stored <= self.capacity_tokens and demand.num_slots <= self.max_num_seqs
 
     def needed_pages(self, demand: Demand, headroom_pages: int) -> tuple[int, ...]:
         """Of each pool, in the order of `available_pages`."""
@@ -101,14 +112,17 @@ class DecodeState:
         of_prompt, at_most = self.layout.num_pages(demand.num_tokens), self.layout.num_pages(demand.num_stored)
         of_full = min(of_prompt + headroom_pages, at_most) - self.cached_tokens // page_size
         groups = [
-            of_full if group.window is None else group.most_live(demand.num_stored, self.chunk_tokens, page_size)
+            of_full
+            if group.window is None
+            else demand.num_slots * group.most_live(demand.num_stored, self.chunk_tokens, page_size)
             for group in self.layout.groups
         ]
         return (*groups, 1) if self.layout.format.has_tails else tuple(groups)
 
     def has_room(self, demand: Demand, headroom_pages: int) -> bool:
         pools = zip(self.needed_pages(demand, headroom_pages), self.available_pages, strict=True)
-        return self.num_active < self.max_num_seqs and all(needed <= available for needed, available in pools)
+        has_slots = self.num_active + demand.num_slots <= self.max_num_seqs
+        return has_slots and all(needed <= available for needed, available in pools)
 
     def may_make_room(self, demand: Demand) -> bool:
         """Whether something less urgent runs there, whose slot and pages the worker may take for the request."""

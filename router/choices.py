@@ -7,43 +7,24 @@ each computes what lies behind them, at most a page, and takes pages of its own 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.trace import set_span_in_context
 
 from pageferry.core.errors import PageferryError
 from pageferry.router.admission import Admitted
+from pageferry.router.answer import Answer
+from pageferry.router.beam import answers_of
 from pageferry.router.request import Generation, Serving
 from pageferry.router.request_span import Timeline
 from pageferry.text.detokenize import TextStream
 from pageferry.text.pieces import Pieces
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FINISH_REASON_UNSPECIFIED, FinishReason, Usage
+from pageferry.v1.types_pb2 import Usage
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 CHOICE_SPAN = "choice"
-
-
-@dataclass(slots=True)
-class Answer:
-    """A complete answer; `score` is None where answers are not compared."""
-
-    deltas: list[pb.Delta] = field(default_factory=list)
-    reason: FinishReason = FINISH_REASON_UNSPECIFIED
-    matched_stop: str = ""
-    score: float | None = None
-
-    def events(self, choice: int) -> Iterator[pb.GenerateResponse]:
-        """All of it, as the answer of that number."""
-        for delta in self.deltas:
-            delta.choice = choice
-            yield pb.GenerateResponse(delta=delta)
-        yield self.end(choice)
-
-    def end(self, choice: int) -> pb.GenerateResponse:
-        end = pb.ChoiceFinished(choice=choice, reason=self.reason, matched_stop=self.matched_stop, score=self.score)
-        return pb.GenerateResponse(choice_finished=end)
 
 
 @dataclass(slots=True)
@@ -95,6 +76,13 @@ class Choices:
                     async for delta in deltas:
                         yield pb.GenerateResponse(delta=delta)
                 best = self._ended(0)
+                if self._admitted.beam is not None:
+                    answers = self._beams(first)
+                    for choice, answer in enumerate(answers):
+                        for event in answer.events(choice):
+                            if len(answers) > 1 or event.HasField("delta"):
+                                yield event
+                    best = answers[0]
             else:
                 answers = [Answer() for _ in range(self._admitted.num_choices)]
                 async with aclosing(self._news(stack, deadline)) as all_news:
@@ -190,6 +178,10 @@ class Choices:
             answers[news.choice].deltas.append(news.delta)
         else:
             yield pb.GenerateResponse(delta=news.delta)
+
+    def _beams(self, search: Generation) -> list[Answer]:
+        texts = [text_of(self._admitted, self._pieces) for _ in range(self._admitted.n)]
+        return answers_of(search.hypotheses, texts)
 
     def _ended(self, choice: int, deltas: list[pb.Delta] | None = None) -> Answer:
         generation = self._generations[choice]

@@ -45,7 +45,7 @@ def choose(
 ) -> Route | None:
     """The route, or None where the request had better wait for a change of load."""
     prefills = [] if demand.local_only else [prefill for prefill in prefills if prefill.fits(demand)]
-    if demand.num_left == 1 and (alone := [prefill for prefill in prefills if demand.accepts(prefill.layout)]):
+    if demand.is_one_token and (alone := [prefill for prefill in prefills if demand.accepts(prefill.layout)]):
         prefill = _best_prefill(demand, alone)
         return _only(prefill, demand) if prefill is not None else None
     for decode in _by_load(demand, decodes, settings):

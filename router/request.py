@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence as ListLike
 from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass, replace
 
@@ -28,7 +28,7 @@ from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.telemetry import record_span
 from pageferry.text.detokenize import TextStream
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason
+from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Hypothesis
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,7 @@ class Generation:
         self.stored = asyncio.Event()  # a decode worker holds the prompt's pages, or nothing more comes of this
         self.decode = ""  # that worker's address
         self.is_live = False
+        self.hypotheses: ListLike[Hypothesis] = ()  # of a beam search, instead of deltas
         self._serving = serving
         self._clock = serving.clock
         self._admitted = admitted
@@ -81,7 +82,7 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         """Generated so far, as far as they belong to the text."""
-        return self._text.num_tokens
+        return self._text.num_tokens + sum(len(one.token_ids) for one in self.hypotheses)
 
     @property
     def matched_stop(self) -> str:
@@ -126,7 +127,7 @@ class Generation:
         finally:
             self.stored.set()
         tail = self._text.finish()
-        if tail:
+        if tail and not self.hypotheses:
             yield pb.Delta(text=tail, choice=self.choice)
 
     def end(self, error: PageferryError) -> None:
@@ -140,8 +141,10 @@ class Generation:
     def _demand(self) -> Demand:
         num_left = self._admitted.stop.max_tokens - len(self._output_ids)
         num_tokens = len(self._admitted.prompt_ids) + len(self._output_ids)
-        priority, formats = self._admitted.priority, self._admitted.profile.profile.formats
-        return Demand(num_tokens, num_left, self._recovery.local_only, priority, self._near, formats)
+        admitted, formats = self._admitted, self._admitted.profile.profile.formats
+        num_beams = 0 if admitted.beam is None else admitted.beam.width
+        local_only = self._recovery.local_only
+        return Demand(num_tokens, num_left, local_only, admitted.priority, self._near, formats, num_beams)
 
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens
@@ -165,7 +168,9 @@ class Generation:
                         fresh = self._fresh(batch)
                         if fresh:
                             yield fresh
-                self.finish = attempt.finish
+                self.finish, self.hypotheses = attempt.finish, attempt.hypotheses
+                if self.hypotheses:
+                    self._note_tokens(len(self.hypotheses[0].token_ids))
                 return
             except RefusedError as refusal:
                 self._recovery.refused(refusal)
@@ -245,6 +250,7 @@ class Generation:
             cache_salt=admitted.cache_salt,
             speculate=admitted.profile.profile.speculation,
             profile=admitted.profile.name,
+            beam=admitted.beam,
         )
 
     def _sampling(self) -> SamplingParams:
@@ -266,9 +272,12 @@ class Generation:
                 raise InternalError(message, reason="POSITION_GAP")
         if fresh:
             self._output_ids += [token.token_id for token in fresh]
-            gap_s = self.timeline.note_tokens(self._clock(), len(fresh))
-            if gap_s is not None:
-                self._serving.metrics.itl_s.observe(gap_s)
-            elif self.choice == 0:
-                self._serving.metrics.ttft_s.observe(self.timeline.ttft_s)
+            self._note_tokens(len(fresh))
         return fresh
+
+    def _note_tokens(self, num_tokens: int) -> None:
+        gap_s = self.timeline.note_tokens(self._clock(), num_tokens)
+        if gap_s is not None:
+            self._serving.metrics.itl_s.observe(gap_s)
+        elif self.choice == 0:
+            self._serving.metrics.ttft_s.observe(self.timeline.ttft_s)

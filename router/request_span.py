@@ -50,6 +50,8 @@ def describe_request(span: Span, admitted: Admitted) -> None:
     )
     if admitted.num_choices > 1:
         span.set_attribute("gen_ai.request.choice.count", admitted.n)
+    if admitted.beam is not None:
+        span.set_attribute("pageferry.beam_width", admitted.beam.width)
 
 
 def started_of(admitted: Admitted, model: str, span: Span) -> Started:

@@ -82,10 +82,14 @@ def limits_of(fleet: Fleet, own_limit: int) -> Limits:
     """What a request may ask for at present; `own_limit` is that of the model here."""
     prefills, decodes = fleet.ready(Role.PREFILL), fleet.ready(Role.DECODE)
     told = [worker.view.snapshot.max_model_tokens for worker in decodes if worker.view.snapshot is not None]
+    slots = [worker.view.snapshot.max_num_seqs for worker in decodes if worker.view.snapshot is not None]
     page_sizes = [worker.view.layout.page_size for worker in decodes if worker.view.layout is not None]
+    pages = [most for worker in decodes if (most := worker.view.full_pages()) is not None]
     return Limits(
         min(own_limit, max(told, default=own_limit)),
         capacity_tokens(prefills),
         capacity_tokens(decodes),
         min(page_sizes, default=_PAGE_SIZE),
+        max_num_seqs=max(slots, default=None),
+        decode_pages=max(pages, default=None),
     )

@@ -127,6 +127,12 @@ class WorkerView:
                 most = pool.pages_total * page_size
         return most
 
+    def full_pages(self) -> int | None:
+        """Pages of its smallest pool of layers that keep all tokens; None where there are no such layers."""
+        assert self.layout is not None, "a ready worker has been seen"
+        pairs = zip(self.layout.groups, self.pools, strict=False)
+        return min((pool.pages_total for group, pool in pairs if group.window is None), default=None)
+
     def cached_tokens(self, page_hashes: Sequence[bytes]) -> int:
         """How many tokens at the start of a prompt, whole pages, are in the worker's prefix cache."""
         assert self.layout is not None, "a view without a snapshot has no cache"

@@ -1,5 +1,6 @@
 """Beam searches on a decode worker: which pages they take, and that all go back, however they end."""
 
+import math
 from collections.abc import Iterable
 
 import pytest
@@ -9,7 +10,7 @@ from scheduling import Driver, decode, layout, prompt, receive, reserve, sequenc
 from pageferry.core.beam import BeamSearch, check_beam
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.sampling import BeamParams, EarlyStopping, Grammar, GrammarKind, SamplingParams, StopParams
-from pageferry.core.sequence import FinishReason, Sequence, WorkItem
+from pageferry.core.sequence import FinishReason, Sequence
 
 KINDS = {
     "full": ("0=full", "int8"),
@@ -190,8 +191,7 @@ def test_more_open_pages_than_there_are_tails_are_refused() -> None:
 
 
 def test_what_a_search_cannot_be_asked_for_is_refused() -> None:
-    plain = beams(6).work
-    check_beam(plain)
+    check_beam(SamplingParams(), StopParams(4))
     wrong = {
         "logprobs": (SamplingParams(num_logprobs=0), StopParams(4)),
         "prompt_logprobs": (SamplingParams(num_prompt_logprobs=1), StopParams(4)),
@@ -200,10 +200,9 @@ def test_what_a_search_cannot_be_asked_for_is_refused() -> None:
     }
     for field, (sampling, stop) in wrong.items():
         with pytest.raises(InvalidArgumentError, match=f"^{field} is .* must not be set with beam"):
-            check_beam(WorkItem("r", (1,), sampling, stop, beam=plain.beam))
-        check_beam(WorkItem("r", (1,), sampling, stop))
+            check_beam(sampling, stop)
     with pytest.raises(InvalidArgumentError, match=r"^output_ids is .*1 tokens"):
-        check_beam(WorkItem("r", (1,), SamplingParams(), StopParams(4), output_ids=(2,), beam=plain.beam))
+        check_beam(SamplingParams(), StopParams(4), 1)
 
 
 def test_hypotheses_are_ranked_by_their_penalised_scores() -> None:
@@ -214,3 +213,12 @@ def test_hypotheses_are_ranked_by_their_penalised_scores() -> None:
     assert search.is_over
     found = [(one.token_ids, round(one.score, 6), one.reason) for one in search.hypotheses]
     assert found == [((9,), -0.5, FinishReason.STOP), ((1, 9), -0.6, FinishReason.STOP)]
+
+
+@pytest.mark.parametrize("penalty", [-32.0, 32.0])
+def test_the_greatest_length_penalties_give_numbers(penalty: float) -> None:
+    params = BeamParams(1, penalty)
+    with pytest.raises(InvalidArgumentError, match=r"^beam\.length_penalty is -?33"):
+        BeamParams(1, penalty + penalty / 32)
+    search = BeamSearch(params, StopParams(2**31 - 1))
+    assert math.isfinite(search._score(-1e9, 2**31 - 1))

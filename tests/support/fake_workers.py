@@ -55,6 +55,7 @@ class Script:
     others: Mapping[int, Sequence[int]] = field(default_factory=dict)
     logprobs: Mapping[int, float] = field(default_factory=dict)  # of each token of a choice, where asked for
     prompt_logprobs: types.PromptLogprobs | None = None  # where asked for
+    hypotheses: Sequence[types.Hypothesis] = ()  # of a beam search
 
     def of(self, work: types.WorkItem) -> "Script":
         """What it says to that."""
@@ -175,8 +176,8 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
             raise self.failure
         position, script = len(work.output_ids), self.script.of(work)
         first = prefill_pb2.FirstToken(
-            token=script.tell(position, work),
-            finish_reason=script.reason(position, work.stop),
+            token=None if work.HasField("beam") else script.tell(position, work),
+            finish_reason=None if work.HasField("beam") else script.reason(position, work.stop),
             queue_ms=0.25,
             prefill_ms=0.5,
             prompt_logprobs=script.tell_prompt(work),
@@ -189,7 +190,7 @@ class FakePrefill(FakeWorker, PrefillServiceServicer):
         if self.push_failure is not None:
             decode.set_exception(UnavailableError("the hand-off broke off", reason="HANDOFF_BROKEN"))
             raise self.push_failure
-        decode.set_result(first.token)
+        decode.set_result(first.token if first.HasField("token") else None)
         if self.failure_after_commit is not None:
             raise self.failure_after_commit
         pages = self.layout.num_pages(len(work.prompt_ids) + position) - request.target.cached_tokens // 16
@@ -266,7 +267,8 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
             commit = self.rig.tickets[reserved.ticket] = asyncio.get_running_loop().create_future()
             yield decode_pb2.DecodeResponse(reserved=reserved)
             token = await commit
-            assert token.position == position
+            assert (token is None) == work.HasField("beam")
+            assert token is None or token.position == position
         else:
             yield decode_pb2.DecodeResponse(reserved=reserved)
         is_local = request.source == decode_pb2.PROMPT_SOURCE_LOCAL
@@ -277,7 +279,19 @@ class FakeDecode(FakeWorker, DecodeServiceServicer):
                 prompt = None
             yield event
 
+    async def _search(self) -> decode_pb2.DecodeResponse:
+        if 0 in self.pause_at:
+            await self.pause_at[0].wait()
+        if 0 in self.fail_at:
+            raise self.fail_at[0]
+        hypotheses = self.script.hypotheses
+        completed = decode_pb2.Completed(reason=hypotheses[0].reason, queue_ms=0.5, steps=9, hypotheses=hypotheses)
+        return decode_pb2.DecodeResponse(completed=completed)
+
     async def _generate(self, work: types.WorkItem, position: int) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        if work.HasField("beam"):
+            yield await self._search()
+            return
         batch: list[types.GeneratedToken] = []
         script = self.script.of(work)
         reason = types.FINISH_REASON_UNSPECIFIED

@@ -8,7 +8,7 @@ from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 from pageferry.core.errors import invalid
-from pageferry.core.sampling import BeamParams, EarlyStopping, StopParams
+from pageferry.core.sampling import BeamParams, EarlyStopping, SamplingParams, StopParams
 from pageferry.core.sequence import FinishReason, WorkItem
 
 Candidates = ListLike[tuple[int, float]]  # token ids with log-probabilities, likeliest first
@@ -93,17 +93,14 @@ def num_candidates(work: WorkItem) -> int:
     return work.beam.width + len(work.stop.stop_token_ids)
 
 
-def check_beam(work: WorkItem) -> None:
+def check_beam(sampling: SamplingParams, stop: StopParams, num_output: int = 0) -> None:
     """Raise InvalidArgumentError for what a beam search can't be asked for beside."""
-    if work.beam is None:
-        return
-    sampling = work.sampling
     refused = (
         ("logprobs", sampling.num_logprobs, sampling.num_logprobs is not None),
         ("prompt_logprobs", sampling.num_prompt_logprobs, sampling.num_prompt_logprobs is not None),
         ("grammar", "a grammar", sampling.grammar is not None),
-        ("stop.max_repeats", work.stop.max_repeats, work.stop.max_repeats > 0),
-        ("output_ids", f"{len(work.output_ids)} tokens", bool(work.output_ids)),
+        ("stop.max_repeats", stop.max_repeats, stop.max_repeats > 0),
+        ("output_ids", f"{num_output} tokens", num_output > 0),
     )
     for field, value, is_set in refused:
         if is_set:

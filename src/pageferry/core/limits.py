@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from pageferry.core.beam import check_beam
 from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
 from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import WorkItem
@@ -24,6 +25,8 @@ class ModelLimits:
         if len(work.output_ids) >= work.stop.max_tokens:
             limit = f"leave nothing of max_tokens, {work.stop.max_tokens}"
             raise invalid("output_ids", f"{len(work.output_ids)} tokens", limit)
+        if work.beam is not None:
+            check_beam(work.sampling, work.stop, len(work.output_ids))
         self.check_length(len(work.prompt_ids), work.stop.max_tokens)
 
     def check_sampling(self, sampling: SamplingParams) -> None:

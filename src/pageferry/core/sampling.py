@@ -11,6 +11,7 @@ MAX_BIASED = 1024  # token ids of one request
 MAX_BIAS = 100.0
 MAX_BANNED = 1024  # token sequences of one request
 MAX_BEAMS = 16
+MAX_LENGTH_PENALTY = 32  # the power of any length that it gives is a finite double
 MAX_REPEATS = 1000
 MAX_REPEATED_TOKENS = 64  # of a run that `max_repeats` counts
 
@@ -48,8 +49,9 @@ class BeamParams:
     def __post_init__(self) -> None:
         if not 1 <= self.width <= MAX_BEAMS:
             raise invalid("beam.width", self.width, f"must be from 1 to {MAX_BEAMS}")
-        if not -100 <= self.length_penalty <= 100:
-            raise invalid("beam.length_penalty", self.length_penalty, "must be from -100 to 100")
+        if not -MAX_LENGTH_PENALTY <= self.length_penalty <= MAX_LENGTH_PENALTY:
+            limit = f"must be from {-MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}"
+            raise invalid("beam.length_penalty", self.length_penalty, limit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Raises InvalidArgumentError where a message is wrong.
 
 from collections.abc import Iterable
 
+from pageferry.core.beam import Hypothesis
 from pageferry.core.errors import invalid
 from pageferry.core.formats import Element, Granularity, PageFormat, TensorFormat
 from pageferry.core.groups import CacheGroup, full_group, layer_runs
@@ -145,6 +146,11 @@ def token_from_proto(message: pb.GeneratedToken) -> tuple[int, SampledToken]:
         return message.position, SampledToken(message.token_id)
     top = tuple((entry.token_id, entry.logprob) for entry in message.logprobs.top)
     return message.position, SampledToken(message.token_id, message.logprobs.sampled.logprob, top)
+
+
+def hypothesis_to_proto(hypothesis: Hypothesis) -> pb.Hypothesis:
+    reason = finish_to_proto(hypothesis.reason)
+    return pb.Hypothesis(token_ids=hypothesis.token_ids, score=hypothesis.score, reason=reason)
 
 
 def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason:
