@@ -5,9 +5,11 @@ below ----, what came of them.
 
     prefill|decode FIELD=VALUE…     a new scheduler; fields of SchedulerConfig, and pages (N,N… of each group),
                                     page_size, groups (as cache_layers, a layer each), format, tails
-    add|reserve NAME tokens=N …     like=OTHER begins with the same tokens; max_tokens, priority, deadline
+    add|reserve NAME tokens=N …     like=OTHER begins with the same tokens; max_tokens, priority, deadline; beams=N is
+                                    a beam search
     receive NAME                    all pages of a reserved one have come
-    step [N]                        that many steps: chunks name[start:end], ! where they sample | pages | out
+    step [N]                        that many steps: chunks name[start:end], ! where they sample | pages | out; a beam
+                                    has its search's name
     wait SECONDS   expire   abort NAME   wakeup   pool
 """
 
@@ -23,6 +25,7 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.plan import Ended, Plan
 from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
+from pageferry.core.sampling import BeamParams
 from pageferry.core.sequence import NO_PAGE, Sequence
 
 FOLDER = Path(__file__).parent.parent / "scenarios"
@@ -75,7 +78,8 @@ class Scenario:
 
     def do_receive(self, name: str) -> list[str]:
         before = self.marks()
-        self.driver.receive(self.sequences[name])
+        one = self.sequences[name]
+        self.driver.receive(one, with_first=one.work.beam is None)
         return [self.news(before)]
 
     def do_step(self, times: str = "1") -> Iterator[str]:
@@ -113,6 +117,7 @@ class Scenario:
             arrival=self.driver.now,
             priority=int(options.pop("priority", "0")),
             deadline=float(options.pop("deadline")) if "deadline" in options else None,
+            beam=BeamParams(int(options.pop("beams"))) if "beams" in options else None,
         )
         assert not options, options
         self.sequences[name] = one
@@ -123,7 +128,7 @@ class Scenario:
 
     def describe(self, plan: Plan) -> Iterator[str]:
         spans = ((chunk, f"{chunk.start}:{chunk.start + chunk.num_tokens}") for chunk in plan.chunks)
-        yield " ".join(f"{self.name_of(chunk.sequence)}[{span}]{'!' * chunk.samples}" for chunk, span in spans)
+        yield " ".join(f"{self.name_of(chunk.sequence.owner)}[{span}]{'!' * chunk.samples}" for chunk, span in spans)
         pages = [f"{len(plan.fresh)} fresh"]
         pages += [f"{len(plan.copies)} copied"] if plan.copies else []
         pages += [f"preempted {self.name_of(one)}" for one in plan.preempted]
