@@ -1,4 +1,4 @@
-"""Sampling parameters from a client through router and workers: the first token is a prefill worker's, or all are one's."""
+"""Sampling parameters through router and workers: the first token is a prefill worker's, or all are one's."""
 
 from collections.abc import Iterator
 
