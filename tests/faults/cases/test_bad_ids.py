@@ -19,6 +19,7 @@ SOURCES = ("vllm-project/vllm#54195", "vllm-project/vllm#16529", "sgl-project/sg
 EMPTY = ("vllm-project/vllm#7283", "vllm-project/vllm#6521")
 BAD_GRPC: dict[str, dict[str, Any]] = {
     "stop id": {"stop": types.StopConditions(max_tokens=4, min_tokens=1, stop_token_ids=[1500])},
+    "bias": {"sampling": types.SamplingParams(logit_bias={1500: -100})},
     "prompt id": {"token_ids": pb.TokenIds(ids=[VOCABULARY])},
     "no prompt ids": {"token_ids": pb.TokenIds()},
     "no prompt": {"prompt": ""},
@@ -26,6 +27,7 @@ BAD_GRPC: dict[str, dict[str, Any]] = {
 }
 NAMED = {
     "stop id": "stop_token_ids is 1500",
+    "bias": "logit_bias",
     "prompt id": "is 1000",
     "negative prompt id": "-1",
     "no prompt ids": "token",
@@ -34,6 +36,7 @@ NAMED = {
 }
 BAD_HTTP: dict[str, dict[str, Any]] = {
     "stop id": {"min_tokens": 1, "stop_token_ids": [1500]},
+    "bias": {"logit_bias": {"1500": -100}},
     "prompt id": {"prompt": [1000]},
     "negative prompt id": {"prompt": [-1]},
     "no prompt ids": {"prompt": []},
