@@ -294,18 +294,17 @@ class Allows:
     """A constraint under which these ids may come; `problem` when they have run out."""
 
     def __init__(self, *allowed: set[int], vocab_size: int = VOCAB) -> None:
-        self.num_accepted, self.problem, self.accepted = 0, "", list[int]()
+        self.problem, self.output_ids = "", list[int]()
         self._allowed, self._vocab_size = allowed, vocab_size
 
-    def accept(self, token_ids: ListLike[int]) -> None:
-        self.accepted += token_ids
-        self.num_accepted += len(token_ids)
+    def follow(self, output_ids: ListLike[int]) -> None:
+        self.output_ids = list(output_ids)
 
     def allowed(self) -> bytes | None:
-        if self.num_accepted >= len(self._allowed):
+        if len(self.output_ids) >= len(self._allowed):
             self.problem = "it goes no further"
             return None
-        bits = sum(1 << token_id for token_id in self._allowed[self.num_accepted])
+        bits = sum(1 << token_id for token_id in self._allowed[len(self.output_ids)])
         return bits.to_bytes(-(-self._vocab_size // 8) + 4, "little")
 
 
@@ -325,19 +324,19 @@ def test_only_what_a_grammar_allows_is_drawn_and_reported(params: dict[str, Any]
         assert sum(math.exp(logprob) for _, logprob in result.top) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_grammar_goes_forward_with_tokens_that_are_accepted_only() -> None:
+def test_a_grammar_follows_the_output_and_what_is_accepted_behind_it() -> None:
     constraint = Allows({1}, {2}, {3}, {4}, {5})
     target = constrained(constraint, output=[1, 2], temperature=0)
     assert draw(rows(1)[0], target).token_id == 3
-    assert constraint.accepted == [1, 2]
+    assert constraint.output_ids == [1, 2]
     target.append(3)
     (result,) = SAMPLER.sample(rows(1), [SampleRow(target, (4,))])
     assert result == SampledToken(5)
-    assert constraint.accepted == [1, 2, 3, 4]
+    assert constraint.output_ids == [1, 2, 3, 4]
     target.append(4)
     (result,) = SAMPLER.sample(rows(1), [SampleRow(target)])
     assert result == SampledToken(5)
-    assert constraint.accepted == [1, 2, 3, 4]
+    assert constraint.output_ids == [1, 2, 3, 4]
 
 
 def test_a_grammar_that_breaks_off_fails_its_sequence_alone() -> None:

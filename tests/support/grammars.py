@@ -24,8 +24,8 @@ def allowed_ids(matcher: GrammarMatcher) -> list[int]:
 
 def takes(matcher: GrammarMatcher, token_ids: Sequence[int]) -> bool:
     """Whether these tokens may come, one after the other."""
-    for token_id in token_ids:
+    for end, token_id in enumerate(token_ids):
         if token_id not in allowed_ids(matcher):
             return False
-        matcher.accept([token_id])
+        matcher.follow(token_ids[: end + 1])
     return True

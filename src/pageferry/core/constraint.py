@@ -5,16 +5,12 @@ from typing import Protocol
 
 
 class Constraint(Protocol):
-    """One output's way through a grammar, made again from the output wherever that is known; for one thread at a time.
+    """One output's way through a grammar, made of the output alone; for one thread at a time."""
 
-    It goes forward only: with tokens that are drawn and stay.
-    """
-
-    num_accepted: int  # tokens of the output
     problem: str  # why it can't go on; empty where it can
 
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """The output goes on with these."""
+    def follow(self, output_ids: Sequence[int]) -> None:
+        """The output is this now. Tokens that it had and has no more, as drafts not accepted, are taken back."""
 
     def allowed(self) -> bytes | None:
         """A bit for each token id, the lowest one of each byte first: whether it may come next.

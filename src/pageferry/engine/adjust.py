@@ -77,8 +77,7 @@ def _constrain(row: Floats, one: SampleRow) -> str:
     """Ban what does not match; or why the grammar can't say."""
     sequence, constraint = one.sequence, one.sequence.constraint
     assert constraint is not None
-    new = sequence.token_ids[sequence.num_prompt + constraint.num_accepted :]
-    constraint.accept([*new, *one.extra[max(0, constraint.num_accepted - sequence.num_output) :]])
+    constraint.follow([*sequence.output_ids, *one.extra])
     mask = constraint.allowed()
     if mask is None:
         return constraint.problem

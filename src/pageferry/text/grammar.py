@@ -9,6 +9,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
 from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -31,12 +32,19 @@ class GrammarMatcher:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        self.num_accepted = 0
+        self._output_ids: list[int] = []
         self.problem = ""
 
-    def accept(self, token_ids: Sequence[int]) -> None:
-        self.num_accepted += len(token_ids)
-        if not self.problem and token_ids and not self._matcher.consume_tokens(list(token_ids)):
+    def follow(self, output_ids: Sequence[int]) -> None:
+        known, self._output_ids = self._output_ids, list(output_ids)
+        if self.problem:
+            return
+        num_kept = len(known)
+        if self._output_ids[:num_kept] != known:
+            num_kept = next(i for i, pair in enumerate(zip_longest(known, output_ids)) if pair[0] != pair[1])
+            self._matcher.rollback(len(known) - num_kept)
+        new = self._output_ids[num_kept:]
+        if new and not self._matcher.consume_tokens(new):
             why = _first_line(self._matcher.get_error())
             self.problem = f"the output does not match the grammar, or that has become too complex: {why}"
 
@@ -89,7 +97,7 @@ class Grammars:
             if len(self._compiled) > _NUM_KEPT:
                 self._compiled.popitem(last=False)
             matcher = GrammarMatcher(compiled.deep_copy())
-        matcher.accept(output_ids)
+        matcher.follow(output_ids)
         if matcher.problem:
             raise invalid("output_ids", f"{len(output_ids)} tokens", "must match the grammar")
         return matcher
