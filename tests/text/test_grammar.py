@@ -171,7 +171,8 @@ def test_tokens_that_are_not_kept_are_taken_back(grammars: Grammars, tokenizer: 
     start, *drafts = (tokenizer.encode(text) for text in ("ab", "abcd", "abc", "ab"))
     matcher.follow(start)
     allowed = allowed_ids(matcher)
-    for draft in (*drafts, [*start, EOS_ID], [*drafts[0], EOS_ID]):
+    wrong = tokenizer.encode("abx")
+    for draft in (*drafts, [*start, EOS_ID], [*drafts[0], EOS_ID], [*start, EOS_ID, EOS_ID, 80], wrong):
         matcher.follow(draft)
         matcher.allowed()
         matcher.follow(start)

@@ -9,7 +9,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import zip_longest
+from itertools import takewhile, zip_longest
 from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -30,21 +30,27 @@ _SCHEMA_OPTIONS = {"lenient": False, "coerce_one_of": False, "whitespace_pattern
 class GrammarMatcher:
     """The `Constraint` there is."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher
-        self._output_ids: list[int] = []
+        self._eos_ids = eos_ids
+        self._taken: list[int] = []  # by the matcher
         self.problem = ""
 
     def follow(self, output_ids: Sequence[int]) -> None:
-        known, self._output_ids = self._output_ids, list(output_ids)
-        if self.problem:
-            return
-        num_kept = len(known)
-        if self._output_ids[:num_kept] != known:
-            num_kept = next(i for i, pair in enumerate(zip_longest(known, output_ids)) if pair[0] != pair[1])
-            self._matcher.rollback(len(known) - num_kept)
-        new = self._output_ids[num_kept:]
-        if new and not self._matcher.consume_tokens(new):
+        # An end is nothing to match, nor is what drafts have behind it.
+        output = list(output_ids)
+        if not self._eos_ids.isdisjoint(output):
+            output = list(takewhile(lambda token_id: token_id not in self._eos_ids, output))
+        taken = self._taken
+        if output[: len(taken)] != taken:
+            kept = next(i for i, pair in enumerate(zip_longest(taken, output)) if pair[0] != pair[1])
+            self._matcher.rollback(len(taken) - kept)
+            del taken[kept:]
+        new = output[len(taken) :]
+        num_taken = self._matcher.try_consume_tokens(new) if new else 0
+        taken += new[:num_taken]
+        self.problem = ""
+        if num_taken < len(new):
             why = _first_line(self._matcher.get_error())
             self.problem = f"the output does not match the grammar, or that has become too complex: {why}"
 
@@ -70,6 +76,7 @@ class Grammars:
         self._load = load
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
+        self._eos_ids: frozenset[int] = frozenset()
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()  # never used but to be copied
         self._loading, self._lock = Lock(), Lock()
 
@@ -96,7 +103,7 @@ class Grammars:
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > _NUM_KEPT:
                 self._compiled.popitem(last=False)
-            matcher = GrammarMatcher(compiled.deep_copy())
+            matcher = GrammarMatcher(compiled.deep_copy(), self._eos_ids)
         matcher.follow(output_ids)
         if matcher.problem:
             raise invalid("output_ids", f"{len(output_ids)} tokens", "must match the grammar")
@@ -106,7 +113,9 @@ class Grammars:
         with self._loading:
             if self._tokenizer is None:
                 try:
-                    self._tokenizer = _ll_tokenizer(self._load(), self._vocab_size)
+                    tokenizer = self._load()
+                    self._eos_ids = frozenset(tokenizer.eos_ids)
+                    self._tokenizer = _ll_tokenizer(tokenizer, self._vocab_size)
                 except (PageferryError, OSError, ValueError) as error:
                     message = f"grammars can't be matched here: the model's tokenizer can't be loaded: {error}"
                     raise FailedPreconditionError(message, reason="NO_TOKENIZER") from error
