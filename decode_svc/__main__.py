@@ -5,10 +5,12 @@ from typing import Any
 
 from pageferry.core.config import Config
 from pageferry.core.decode_scheduler import DecodeScheduler
+from pageferry.core.drafts import DraftSource
 from pageferry.core.handoff import TicketTable
 from pageferry.core.limits import ModelLimits
 from pageferry.core.model_files import resolve_model
 from pageferry.core.pools import PagePools
+from pageferry.core.speculation import Speculation
 from pageferry.decode_svc.step import DecodeStep
 from pageferry.decode_svc.worker import DecodeWorker, Served
 from pageferry.runtime.carriers import INLINE
@@ -69,7 +71,9 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
         handoff = parts.config.handoff
         reservation_s = handoff.reservation_ms / 1000
         tickets = TicketTable(parts.incarnation, handoff.lease_ms / 1000, engine.layout, reservation_s=reservation_s)
-        scheduler = DecodeScheduler(parts.config.scheduler, pools, engine.layout)
+        engine_config = parts.config.engine
+        speculation = Speculation(DraftSource.parse(engine_config.speculation), engine_config.max_draft_tokens)
+        scheduler = DecodeScheduler(parts.config.scheduler, pools, engine.layout, speculation)
         step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock)
         server = parts.config.server
         kv_endpoint = f"{advertised_host(server)}:{server.advertised_port or parts.port}"

@@ -106,4 +106,6 @@ def _completed(end: Completed, *, is_pushed: bool) -> pb.Completed:
         cached_tokens=figures.num_cached,
         first_step_ms=first_own_ms(figures) if is_pushed else 0.0,
         hypotheses=[hypothesis_to_proto(one) for one in end.hypotheses],
+        drafted=figures.num_drafted,
+        accepted=figures.num_accepted,
     )

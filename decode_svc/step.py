@@ -30,6 +30,8 @@ class Figures:
     num_steps: int
     num_preemptions: int
     num_cached: int
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,8 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
             num_steps=sequence.num_steps,
             num_preemptions=sequence.num_preemptions,
             num_cached=sequence.num_cached,
+            num_drafted=sequence.num_drafted,
+            num_accepted=sequence.num_accepted,
         )
 
     def _emit(self, event: OwnEvent) -> None:

@@ -172,11 +172,14 @@ class DecodeWorker(WorkCalls[Call, Event]):
     def _record_end(self, call: Call, figures: Figures | None) -> None:
         if figures is None:
             return
+        self._publisher.metrics.count_drafts(figures.num_drafted, figures.num_accepted, figures.num_steps)
         first_step = figures.ended if figures.first_step is None else figures.first_step
         attributes = {
             "pageferry.steps": figures.num_steps,
             "pageferry.forward_ms": figures.forward_s * 1000,
             "pageferry.preemptions": figures.num_preemptions,
+            "pageferry.drafted": figures.num_drafted,
+            "pageferry.accepted": figures.num_accepted,
             "pageferry.first_step_ms": first_own_ms(figures),
         }
         if (beam := call.sequence.work.beam) is not None:

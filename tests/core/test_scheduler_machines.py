@@ -15,6 +15,7 @@ from scheduler_machine import CONFIGS, KINDS, PAGE_SIZE, SchedulerMachine
 from scheduling import sequence
 
 from pageferry.core.decode_scheduler import DecodeScheduler
+from pageferry.core.drafts import DraftSource
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.plan import Plan
 from pageferry.core.pools import PagePools
@@ -22,6 +23,7 @@ from pageferry.core.preemption import max_positions
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sampling import BeamParams, EarlyStopping
 from pageferry.core.sequence import Sequence, SequenceStatus
+from pageferry.core.speculation import Speculation
 
 
 class PrefillMachine(SchedulerMachine):
@@ -41,8 +43,10 @@ class PrefillMachine(SchedulerMachine):
 
 
 class DecodeMachine(SchedulerMachine):
+    num_drafts = 6
+
     def make_scheduler(self, pools: PagePools) -> DecodeScheduler:
-        return DecodeScheduler(self.config, pools, self.layout)
+        return DecodeScheduler(self.config, pools, self.layout, Speculation(DraftSource("layers"), self.num_drafts))
 
     def most_positions(self, one: Sequence) -> tuple[int, int]:
         return max_positions(one), self.config.local_chunk_tokens
@@ -81,7 +85,10 @@ class DecodeMachine(SchedulerMachine):
 
     def check_plan(self, plan: Plan) -> None:
         prompts = [chunk for chunk in plan.chunks if chunk.num_tokens > 1 or not chunk.samples]
-        assert sum(chunk.num_tokens for chunk in prompts) <= self.config.local_chunk_tokens
+        num_drafts = [chunk.num_drafts for chunk in plan.chunks]
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in prompts)
+        assert num_prompt_tokens + sum(num_drafts) <= self.config.local_chunk_tokens
+        assert max(num_drafts) <= self.num_drafts
         check_page_ends(plan, self.config.local_chunk_tokens)
         assert not {chunk.sequence.owner for chunk in plan.chunks} & {
             one for one in plan.preempted if one.status is not SequenceStatus.RUNNING

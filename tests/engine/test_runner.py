@@ -144,6 +144,9 @@ class FailingModel:
             logits[self.bad_row] = float("nan")
         return logits
 
+    def first_layers(self, num_layers: int) -> Model:
+        return self.model.first_layers(num_layers)
+
 
 @pytest.mark.field("vllm-project/vllm#14126", "EricLBuehler/mistral.rs#2051", "vllm-project/vllm#48231")
 def test_bad_logits_at_one_step_fail_one_of_four(tiny_model: Path) -> None:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from pageferry.core.beam import BeamSearch, Hypothesis, num_candidates
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout, PageKey, Place
-from pageferry.core.plan import Plan, SampledToken, SampleFailure, Samples, StepResult
+from pageferry.core.plan import Chunk, Plan, SampledToken, SampleFailure, Samples, StepResult
 from pageferry.core.pool import PageState
 from pageferry.core.pools import PagePools
 from pageferry.core.sequence import NO_PAGE, Sequence, WorkItem
@@ -47,6 +47,7 @@ class ChainModel:
         self._layout = layout
         self.pages: dict[Place, list[int | None]] = defaultdict(lambda: [-1] * layout.page_size)
         self._chains: dict[Sequence, list[int]] = {}
+        self._guessed: set[int] = set()  # values of drafts: they may be written over
         self.failing: set[Sequence] = set()
 
     def chain(self, sequence: Sequence) -> list[int]:
@@ -64,14 +65,50 @@ class ChainModel:
             self.pages[target] = list(self.pages[source])
         self._check_writers(plan)
         samples: list[Samples] = []
+        num_drafted = []
         for chunk in plan.chunks:
+            drafts = chunk.drafts or self.guess(chunk.sequence, chunk.num_drafts)
+            values = self._with_drafts(chunk, drafts)
             for number, group in enumerate(self._layout.groups):
-                self._compute(chunk.sequence, number, group, chunk.start, chunk.start + chunk.num_tokens)
+                of_group = [2 * value + number for value in values]  # so that groups' chains can't be mixed up
+                self._guessed.update(of_group[len(chunk.sequence.token_ids) :])
+                self._compute(chunk.sequence, number, group, chunk.start, of_group)
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(chunk.sequence.token_ids))
             if chunk.samples:
-                drawn = self.sample(chunk.sequence)
-                samples.append(drawn if isinstance(drawn, SampleFailure) else (drawn,))
-        return StepResult(tuple(samples))
+                samples.append(self._verified(chunk.sequence, drafts))
+                num_drafted.append(len(drafts))
+        return StepResult(tuple(samples), num_drafted=tuple(num_drafted), verify_s=0.01)
+
+    def guess(self, sequence: Sequence, count: int) -> tuple[int, ...]:
+        """What comes next, but for each fifth token."""
+        drafts: list[int] = []
+        value = self.chain(sequence)[-1]
+        for position in range(sequence.num_output, sequence.num_output + count):
+            drafts.append(_draw(value, position) if position % 5 else 1)
+            value = _value(value, drafts[-1])
+        return tuple(drafts)
+
+    def _with_drafts(self, chunk: Chunk, drafts: tuple[int, ...]) -> list[int]:
+        """The chain to the chunk's end and on over the drafts, none of which closes a page that is sealed whole."""
+        end = chunk.start + chunk.num_tokens
+        values = self.chain(chunk.sequence)[:end]
+        for token_id in drafts:
+            values.append(_value(values[-1], token_id))
+        size = self._layout.page_size
+        assert not (drafts and self._layout.tails) or (end - 1) // size == len(values) // size
+        return values
+
+    def _verified(self, sequence: Sequence, drafts: tuple[int, ...]) -> Samples:
+        first = self.sample(sequence)
+        if isinstance(first, SampleFailure):
+            return first
+        tokens, value = [first], self.chain(sequence)[-1]
+        for position, draft in enumerate(drafts, sequence.num_output + 1):
+            if tokens[-1].token_id != draft:
+                break
+            value = _value(value, draft)
+            tokens.append(SampledToken(_draw(value, position)))
+        return tuple(tokens)
 
     def sample(self, sequence: Sequence) -> SampledToken | SampleFailure:
         if sequence.owner in self.failing:
@@ -94,7 +131,6 @@ class ChainModel:
         return [*values, *[None] * (size - len(values))]
 
     def _values(self, sequence: Sequence, group: int) -> list[int]:
-        """A chain for each group, so that they can't be mixed up."""
         return [2 * value + group for value in self.chain(sequence)]
 
     def _check_writers(self, plan: Plan) -> None:
@@ -102,14 +138,16 @@ class ChainModel:
         size, written = self._layout.page_size, set()
         for chunk in plan.chunks:
             for number, table in enumerate(chunk.sequence.tables):
-                for page in table[chunk.start // size : self._layout.num_pages(chunk.start + chunk.num_tokens)]:
+                end = chunk.start + chunk.num_tokens + chunk.num_drafts
+                for page in table[chunk.start // size : self._layout.num_pages(end)]:
                     place = Place(number, page)
                     assert place not in written, f"{place} has two writers"
                     written.add(place)
 
-    def _compute(self, sequence: Sequence, number: int, group: CacheGroup, start: int, end: int) -> None:
-        values, size = self._values(sequence, number), self._layout.page_size
-        assert sequence.num_computed == start < end <= len(values)
+    def _compute(self, sequence: Sequence, number: int, group: CacheGroup, start: int, values: list[int]) -> None:
+        """Positions from `start` on, with the chain's `values` of the group up to the last."""
+        end, size = len(values), self._layout.page_size
+        assert sequence.num_computed == start < end
         for index in group.live_pages(start, end, size):
             first = index * size
             assert sequence.tables[number][index] != NO_PAGE, f"page {index} of group {number} is needed"
@@ -121,7 +159,8 @@ class ChainModel:
             assert self.pages[source][: len(known)] == known, f"{source} is another's"
             content: list[int | None] = list(self.pages[place])
             for slot in range(len(known), min(end - first, size)):
-                assert is_open or content[slot] in (None, values[first + slot]), f"{place} is written over"
+                is_free = content[slot] in (None, values[first + slot]) or content[slot] in self._guessed
+                assert is_open or is_free, f"{place} is written over"
                 content[slot] = values[first + slot]
             if not is_open or first + size <= end:
                 self.pages[place] = [*known, *content[len(known) :]]

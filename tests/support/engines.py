@@ -29,6 +29,7 @@ def load(
     page_size: int = 16,
     cache_layers: str = "",
     max_model_tokens: int = 0,
+    speculation: str = "off",
 ) -> Engine:
     config = EngineConfig(
         model=str(model),
@@ -40,6 +41,7 @@ def load(
         page_size=page_size,
         cache_layers=cache_layers,
         max_model_tokens=max_model_tokens,
+        speculation=speculation,
     )
     return load_engine(config, SchedulerConfig(), progress=lambda _: None)
 

@@ -42,6 +42,7 @@ def sequence(
     output_ids: tuple[int, ...] = (),
     beam: BeamParams | None = None,
     stop_token_ids: Iterable[int] = (),
+    speculate: bool = True,
 ) -> Sequence:
     work = WorkItem(
         f"request-{next(_names)}",
@@ -51,6 +52,7 @@ def sequence(
         output_ids=output_ids,
         priority=priority,
         beam=beam,
+        speculate=speculate,
     )
     return Sequence(work, arrival, deadline)
 

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 
+from pageferry.core.drafts import DraftSource
 from pageferry.core.errors import invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
@@ -92,6 +93,8 @@ class EngineConfig:
     compute_dtype: str = "auto"  # fp32, bf16; auto: a file's own groups, else bf16 where it is native
     kernels: str = "auto"  # cpu: the compiled ones; torch: without them; auto: compiled where they are there and faster
     max_model_tokens: int = 0  # 0: the model's own
+    speculation: str = "lookup"  # where a decode worker's drafts come from: off, lookup, layers:N, draft:PATH
+    max_draft_tokens: int = 8  # most of a sequence in a step
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -99,6 +102,7 @@ class EngineConfig:
         PageFormat.parse(self.page_format)
         _check_cache_layers(self.cache_layers)
         _check_device(self.device)
+        DraftSource.parse(self.speculation)
         _check_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
         _check_ranges(
@@ -109,6 +113,7 @@ class EngineConfig:
             memory_share=(1e-6, 1.0),
             threads=(0, 1024),
             max_model_tokens=(0, math.inf),
+            max_draft_tokens=(1, 64),
         )
 
 

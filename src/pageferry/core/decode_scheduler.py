@@ -16,10 +16,12 @@ from pageferry.core.preemption import choose_victims, margin, max_positions, num
 from pageferry.core.scheduler import Drawn, LocalPrefill, Scheduler, end_step, start_step, take_samples
 from pageferry.core.sequence import Sequence, SequenceStatus
 from pageferry.core.sequence_queues import RETRY_S, SequenceQueue
+from pageferry.core.speculation import Speculation
 
 
 class DecodeScheduler(Scheduler):
-    """Steps every running sequence by one token, and beside them computes prompts in short chunks.
+    """Steps every running sequence by one token, or several where drafts are accepted, and beside them computes
+    prompts in short chunks.
 
     A sequence comes in by `add`, its prompt to be computed here, or by `reserve` and, once its pages are received,
     `activate`. Who gets pages and slots first goes by priority, then arrival. Where pages run short in a step, the last
@@ -30,8 +32,11 @@ class DecodeScheduler(Scheduler):
     A beam search takes a slot for each of its beams, which are stepped, preempted and dropped together.
     """
 
-    def __init__(self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pools: PagePools, layout: CacheLayout, speculation: Speculation | None = None
+    ) -> None:
         super().__init__(config, pools, layout, config.local_chunk_tokens)  # those that wait are in `waiting_order`
+        self._speculation = speculation
         self._prefill = LocalPrefill(config, self.tables)
         self._beams = BeamGroups(self.tables)
         self._running: SequenceQueue = SequenceQueue()  # by priority, arrival
@@ -112,6 +117,8 @@ class DecodeScheduler(Scheduler):
             for one in sequence.members
         ]
         chunks += self._prefill.chunks(self._running)
+        if self._speculation is not None:
+            chunks = self._speculation.add_drafts(chunks, self._draft_budget(chunks), self._cover_drafts)
         self._is_blocked = not chunks
         if not chunks:
             return None
@@ -120,6 +127,8 @@ class DecodeScheduler(Scheduler):
 
     def apply(self, plan: Plan, result: StepResult, now: float) -> Output:
         """Record what the plan's run gave. Sequences that ended hold no pages any more."""
+        if self._speculation is not None:
+            self._speculation.record(plan, result)
         return self._emit(end_step(plan, result, self.tables), now)
 
     @property
@@ -150,6 +159,25 @@ class DecodeScheduler(Scheduler):
                 ended.append(Ended(one.sequence.owner, one.reason, one.failure))
                 self._end(one.sequence.owner)
         return Output(tuple(emitted), tuple(ended))
+
+    def _draft_budget(self, chunks: list[Chunk]) -> int:
+        """Tokens that a step may have beside one of each sequence; prompts go first."""
+        num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1 or not chunk.samples)
+        return self._config.local_chunk_tokens - 1 - num_prompt_tokens
+
+    def _cover_drafts(self, sequence: Sequence, most: int) -> int:
+        """How many drafts it may have, up to `most`, with pages for them: free ones alone.
+
+        None reaches beyond its last token. A page that is quantised as a whole is never filled from drafts, since it
+        could not be opened again.
+        """
+        end, size = sequence.num_computed + 1, self.tables.page_size
+        most = min(most, sequence.work.stop.max_tokens - sequence.num_output - 1)
+        if sequence.tail is not None:
+            most = min(most, size - 1 - end % size if end % size else 0)
+        if most > 0 and not self.tables.cover(sequence, end + most):
+            most = min(most, -end % size)
+        return max(0, most)
 
     def _grow(self) -> None:
         """Give each sequence that needs it pages for its next position, as far as there are any."""

@@ -12,8 +12,8 @@ from pageferry.core.sequence import FinishReason, Sequence
 class Chunk:
     """One sequence's part of a step: positions `start` to `start + num_tokens`; samples where it reaches the end.
 
-    Behind the end, up to `num_drafts` tokens that the runner guesses are computed too. Those that would have been
-    drawn there anyway are accepted; what the others have written is overwritten later.
+    Behind the end, up to `num_drafts` guessed tokens are computed too: `drafts`, or without them what the runner's own
+    drafter guesses. Those that are drawn there anyway are accepted; what the others have written is overwritten later.
     """
 
     sequence: Sequence
@@ -21,6 +21,7 @@ class Chunk:
     num_tokens: int
     samples: bool
     num_drafts: int = 0
+    drafts: tuple[int, ...] = ()
 
     @property
     def num_prompt_rows(self) -> int:
@@ -79,6 +80,9 @@ class StepResult:
     samples: tuple[Samples, ...]
     forward_s: float = 0.0  # seconds in the model's forward pass alone, without sampling
     prompt_logprobs: tuple[tuple[Sequence, tuple[SampledToken, ...]], ...] = ()  # of prompt tokens, where wanted
+    num_drafted: tuple[int, ...] = ()  # drafts computed behind each of those chunks; empty: none behind any
+    draft_s: float = 0.0  # seconds that making them took
+    verify_s: float = 0.0  # seconds of all else
 
 
 class Runner(Protocol):

@@ -126,7 +126,7 @@ def start_step(chunks: list[Chunk], preempted: tuple[Sequence, ...], tables: Pag
     """The plan of the chunks; from here to `end_step` released pages stay out of the pool."""
     fresh: list[Place] = []
     for chunk in chunks:
-        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.num_tokens
+        sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.num_tokens + chunk.num_drafts
         if sequence.first_scheduled is None:
             sequence.first_scheduled = now
         if tables.num_pages(start) != tables.num_pages(end):
@@ -165,19 +165,23 @@ def end_step(plan: Plan, result: StepResult, tables: PageTables) -> Iterator[Dra
 
     The caller ends those whose last token was among it.
     """
-    samples = iter(result.samples)
+    samples, counts = iter(result.samples), iter(result.num_drafted)
     for sequence, tokens in result.prompt_logprobs:
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs += tokens
     for chunk in plan.chunks:
         sequence = chunk.sequence
         sampled = next(samples) if chunk.samples else None
+        num_drafted = next(counts, 0) if chunk.samples else 0
         if sequence.status is SequenceStatus.FINISHED:
             continue
         end = chunk.start + chunk.num_tokens
         drawn = None if sampled is None else take_samples(sequence, sampled)
+        sequence.num_drafted += num_drafted
         if drawn is not None and drawn.emitted:
-            end += len(drawn.emitted) - 1  # the last token is not computed
+            num_accepted = len(drawn.emitted) - 1  # the last token is not computed
+            sequence.num_accepted += num_accepted
+            end += num_accepted
         sequence.num_computed = end
         sequence.num_steps += 1
         if drawn is None or not drawn.failure:  # else its pages may hold what is not a number

@@ -15,6 +15,7 @@ from pageferry.core.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from pageferry.core.plan import SampledToken
+    from pageferry.core.speculation import Drafting
 
 NO_PAGE = PageId(-1)
 PageTable = MutableSequence[PageId]  # what `page_table` makes
@@ -79,6 +80,9 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_preemptions: int = 0
     num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0  # of those; each has saved a step
+    drafting: "Drafting | None" = None  # what its scheduler knows of its drafts
     first_scheduled: float | None = None
     first_token_time: float | None = None
     constraint: Constraint | None = None  # where the work has a grammar

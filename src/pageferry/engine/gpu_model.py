@@ -1,5 +1,8 @@
 """The forward pass in Triton kernels, on a GPU, or on a processor where Triton interprets them."""
 
+import copy
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -52,6 +55,15 @@ class DeviceModel:
         self._graphs: DecodeGraphs | None = None
         self._logits = self._pinned(1)
 
+    def first_layers(self, num_layers: int) -> "DeviceModel":
+        """The same model cut short, with the same norm and head behind; it has graphs and buffers of its own."""
+        part = copy.copy(self)
+        part._weights = replace(self._weights, layers=self._weights.layers[:num_layers])
+        part._upload = Upload(self.device)
+        part._graphs = None
+        part._logits = self._pinned(1)
+        return part
+
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
         """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows, valid until the next call.
 
@@ -88,7 +100,7 @@ class DeviceModel:
         eps, dtype = self._config.norm_eps, self._dtype
         angles = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
         added: Tensor | None = None
-        for weights, layer in zip(self._weights.layers, pages.layers, strict=True):
+        for weights, layer in zip(self._weights.layers, pages.layers, strict=False):
             norm = weights.attention_norm
             if added is None:
                 x = rms_norm(residual, norm, eps, dtype)

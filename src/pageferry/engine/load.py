@@ -21,6 +21,7 @@ from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model
 from pageferry.core.model_shapes import check_shapes, expected_shapes
 from pageferry.core.plan import Runner
 from pageferry.engine.batch import BatchBuilder
+from pageferry.engine.drafter import ModelDrafter, draft_source
 from pageferry.engine.fingerprint import fingerprint
 from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
 from pageferry.engine.gpu_load import DeviceLoader, open_device
@@ -79,6 +80,7 @@ def load_engine(
     files = resolve_model(config.model)
     progress(f"reading {files.path.name}")
     model_config = load_config_of(files)
+    source = draft_source(config, model_config)
     with _naming(files), closing(_open(files, model_config)) as tensors:
         check_shapes(expected_shapes(model_config), tensors.shapes)
         limited = model_config.served(config.max_model_tokens)
@@ -105,7 +107,10 @@ def load_engine(
     builder = BatchBuilder(layout, for_torch=loader.for_torch)
     progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory, layout, loader.how)}")
     is_torch = not isinstance(model, NativeModel)
-    runner = TorchRunner(model, pages, builder, torch.get_num_threads(), is_torch=is_torch)
+    drafter = None
+    if source.kind == "layers":
+        drafter = ModelDrafter(model.first_layers(source.num_layers), pages, builder)
+    runner = TorchRunner(model, pages, builder, torch.get_num_threads(), is_torch=is_torch, drafter=drafter)
     return Engine(layout, memory.num_pages, memory.num_tails, runner, limited, pages, memory.report, scheduler)
 
 

@@ -1,5 +1,8 @@
 """The forward pass of a Llama-family decoder over paged keys and values."""
 
+import copy
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -41,12 +44,18 @@ class Model:
         self._cos, self._sin = rotary_table(frequencies, max_positions, config.rotary_scale)
         self._kernels = kernels
 
+    def first_layers(self, num_layers: int) -> "Model":
+        """The same model cut short, with the same norm and head behind."""
+        part = copy.copy(self)
+        part._weights = replace(self._weights, layers=self._weights.layers[:num_layers])
+        return part
+
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
         """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows."""
         residual = self._weights.embedding.index_select(0, batch.token_ids).float()
         eps = self._config.norm_eps
         added: Tensor | None = None
-        for weights, layer in zip(self._weights.layers, pages.layers, strict=True):
+        for weights, layer in zip(self._weights.layers, pages.layers, strict=False):
             norm = weights.attention_norm
             x = rms_norm(residual, norm, eps) if added is None else add_rms_norm(added, residual, norm, eps)
             attended = self._attention(weights, layer, batch, x.to(self._dtype))

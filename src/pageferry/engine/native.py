@@ -1,5 +1,6 @@
 """The forward pass in one call of the compiled kernels, on weights as a GGUF file has them."""
 
+import copy
 from ctypes import c_int32
 
 import numpy as np
@@ -54,6 +55,15 @@ class NativeModel:
             num_heads=config.num_heads,
             eps=config.norm_eps,
         )
+
+    def first_layers(self, num_layers: int) -> "NativeModel":
+        """The same model cut short, with the same norm and head behind; it has memory of its own for logits."""
+        part = copy.copy(self)
+        part._model = cpu_library.Model.from_buffer_copy(self._model)
+        part._model.num_layers = num_layers
+        part._logits = torch.empty((0, self._vocab_size))
+        part._likeliest = np.empty(0, np.int32)
+        return part
 
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
         """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows, valid until the next call."""

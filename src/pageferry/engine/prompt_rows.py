@@ -15,19 +15,20 @@ Reported = tuple[Sequence, tuple[SampledToken, ...]]
 
 
 def take_prompt_rows(
-    chunks: Iterable[Chunk], logits: Tensor, likeliest: Likeliest, sampler: Sampler
+    chunks: Iterable[Chunk], num_drafts: Iterable[int], logits: Tensor, likeliest: Likeliest, sampler: Sampler
 ) -> tuple[Tensor, Likeliest, tuple[Reported, ...]]:
     """The rows that are drawn from, with their likeliest tokens, and the log-probabilities of prompt tokens.
 
-    `logits` are the batch's [S, vocab]; where there is nothing to report they are given back as they are.
+    `logits` are the batch's [S, vocab], those of each chunk's drafts among them; where there is nothing to report they are given back as they are.
     """
     row, drawn_from, reported = 0, list[int](), list[Reported]()
-    for chunk in chunks:
+    for chunk, num_guessed in zip(chunks, num_drafts, strict=True):
         num_rows = chunk.num_prompt_rows
         if num_rows:
             reported.append((chunk.sequence, _report(chunk, logits[row : row + num_rows], sampler)))
-        row += max(num_rows, int(chunk.samples))
-        drawn_from += [row - 1] * chunk.samples
+        num_drawn = (1 + num_guessed) * chunk.samples
+        row += max(num_rows, num_drawn)
+        drawn_from += range(row - num_drawn, row)
     if not reported:
         return logits, likeliest, ()
     return logits[drawn_from], None if likeliest is None else likeliest[drawn_from], tuple(reported)

@@ -1,6 +1,7 @@
 """Runs a scheduler's plan on the model."""
 
 import time
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pageferry.core.plan import Plan, SampleFailure, StepResult
-from pageferry.engine.batch import Batch, BatchBuilder
+from pageferry.core.plan import Chunk, Plan, StepResult
+from pageferry.engine.batch import Batch, BatchBuilder, Part
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.prompt_rows import take_prompt_rows
-from pageferry.engine.sampler import Sampler, SampleRow
+from pageferry.engine.sampler import Sampler
+from pageferry.engine.verify import Verifier
 
 
 class ForwardPass(Protocol):
@@ -30,6 +32,18 @@ class ForwardPass(Protocol):
         """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows, valid until the next call."""
         ...
 
+    def first_layers(self, num_layers: int) -> "ForwardPass":
+        """A model of these alone and of the same head, which stores keys and values as this one does in them."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses what tokens come next."""
+
+    def draft(self, chunks: ListLike[Chunk]) -> list[list[int]]:
+        """For each chunk up to its `num_drafts`; writes to no position that has been computed."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TorchRunner:
@@ -41,6 +55,7 @@ class TorchRunner:
     num_threads: int
     is_torch: bool = True  # whether torch computes: else its inference mode does nothing but cost
     sampler: Sampler = field(default_factory=Sampler)
+    drafter: Drafter | None = None
 
     def run(self, plan: Plan) -> StepResult:
         """Blank the fresh pages, make the copies, compute the chunks, draw where they sample."""
@@ -59,12 +74,32 @@ class TorchRunner:
             self.pages.copy(source, target)
         if not plan.chunks:
             return StepResult(())
-        batch = self.builder.build(plan.chunks)
+        began = time.perf_counter()
+        drafts = self._drafts(plan.chunks)
+        drafted = time.perf_counter()
+        pairs = zip(plan.chunks, drafts, strict=True)
+        batch = self.builder.build_parts([Part.of(chunk, guessed) for chunk, guessed in pairs])
         start = time.perf_counter()
         logits = self.model.forward(batch, self.pages)
         forward_s = time.perf_counter() - start
-        logits, likeliest, reported = take_prompt_rows(plan.chunks, logits, self.model.likeliest, self.sampler)
-        rows = [SampleRow(chunk.sequence) for chunk in plan.chunks if chunk.samples]
-        drawn = self.sampler.sample(logits, rows, likeliest)
-        samples = tuple(one if isinstance(one, SampleFailure) else (one,) for one in drawn)
-        return StepResult(samples, forward_s, reported)
+        counts = [len(guessed) for guessed in drafts]
+        logits, likeliest, reported = take_prompt_rows(plan.chunks, counts, logits, self.model.likeliest, self.sampler)
+        sampling = [
+            (chunk.sequence, guessed) for chunk, guessed in zip(plan.chunks, drafts, strict=True) if chunk.samples
+        ]
+        sequences, guesses = zip(*sampling, strict=True) if sampling else ((), ())
+        samples = Verifier(self.sampler, logits, likeliest).samples(sequences, guesses)
+        num_drafted = tuple(len(guessed) for guessed in guesses)
+        verify_s = time.perf_counter() - drafted
+        return StepResult(samples, forward_s, reported, num_drafted, drafted - began, verify_s)
+
+    def _drafts(self, chunks: ListLike[Chunk]) -> list[ListLike[int]]:
+        """Of each chunk."""
+        drafts: list[ListLike[int]] = [chunk.drafts for chunk in chunks]
+        if self.drafter is not None:
+            wanting = [i for i, chunk in enumerate(chunks) if chunk.num_drafts and not chunk.drafts]
+            if wanting:
+                made = self.drafter.draft([chunks[i] for i in wanting])
+                for i, tokens in zip(wanting, made, strict=True):
+                    drafts[i] = tokens
+        return drafts

@@ -11,7 +11,6 @@ from torch import Tensor
 from pageferry.core.groups import CacheGroup
 from pageferry.core.layout import CacheLayout
 from pageferry.core.memory import MAX_GATHERED
-from pageferry.core.plan import Chunk
 from pageferry.kernels.segment import Segment
 
 _NEVER = 1 << 40  # a position, or a page's index, that no row sees
@@ -19,21 +18,22 @@ _NEVER = 1 << 40  # a position, or a page's index, that no row sees
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A chunk of a batch."""
+    """A sequence's part of a batch: its positions from `start` to `end`."""
 
-    chunk: Chunk
-    table: NDArray[np.int32]  # the cache group's, to the chunk's end
-    index: int  # among the batch's chunks
+    start: int
+    end: int
+    table: NDArray[np.int32]  # the cache group's, to the end
+    index: int  # among the batch's parts
     first_row: int
 
     @property
-    def end(self) -> int:
-        return self.chunk.start + self.chunk.num_tokens
+    def num_tokens(self) -> int:
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentBuilder:
-    """Of one cache group and a batch of `num_seqs` chunks."""
+    """Of one cache group and a batch of `num_seqs` parts."""
 
     layout: CacheLayout
     group: CacheGroup
@@ -44,20 +44,20 @@ class SegmentBuilder:
         segments = [
             self._segment([member], [seen])
             for member, seen in zip(members, pages, strict=True)
-            if member.chunk.num_tokens > 1
+            if member.num_tokens > 1
         ]
-        singles = [i for i, member in enumerate(members) if member.chunk.num_tokens == 1]
+        singles = [i for i, member in enumerate(members) if member.num_tokens == 1]
         for together in self._grouped(singles, [len(seen) for seen in pages]):
             together.sort()  # a segment's rows are in the batch's order
             segments.append(self._segment([members[i] for i in together], [pages[i] for i in together]))
         return segments
 
     def _seen_pages(self, member: Member) -> NDArray[np.int64]:
-        """Indices of the stored pages that any of the chunk's tokens sees."""
+        """Indices of the stored pages that any of the part's tokens sees."""
         size, end = self.layout.page_size, member.end
         if self.layout.tails:
             end -= end % size
-        sinks, seen = self.group.live_ranges(member.chunk.start, end, size)
+        sinks, seen = self.group.live_ranges(member.start, end, size)
         behind = np.arange(seen.start, seen.stop)
         return np.concatenate((np.arange(sinks.stop), behind)) if sinks else behind
 
@@ -76,7 +76,7 @@ class SegmentBuilder:
             yield together
 
     def _segment(self, members: list[Member], pages: list[NDArray[np.int64]]) -> Segment:
-        size, num_rows = self.layout.page_size, members[0].chunk.num_tokens
+        size, num_rows = self.layout.page_size, members[0].num_tokens
         width = max(len(seen) for seen in pages)
         tables = np.zeros((len(members), width), dtype=np.int64)
         indices = np.full((len(members), width), _NEVER)
@@ -123,7 +123,7 @@ class SegmentBuilder:
     def _open_tokens(self, members: list[Member]) -> tuple[Tensor, Tensor]:
         """Positions [S, 1, m] that some row may see open, and where OpenTokens have them [S * m]."""
         size = self.layout.page_size
-        starts = [(member.chunk.start + 1) // size * size for member in members]
+        starts = [(member.start + 1) // size * size for member in members]
         width = max(member.end - start for member, start in zip(members, starts, strict=True))
         positions = np.full((len(members), width), _NEVER)
         sources = np.empty((len(members), width), dtype=np.int64)
@@ -131,7 +131,7 @@ class SegmentBuilder:
             tokens = np.arange(first, member.end)
             own_row = self.num_seqs * size + member.first_row
             positions[i, : len(tokens)] = tokens
-            in_tail, in_batch = member.index * size + tokens % size, own_row + tokens - member.chunk.start
-            sources[i, : len(tokens)] = np.where(tokens < member.chunk.start, in_tail, in_batch)
+            in_tail, in_batch = member.index * size + tokens % size, own_row + tokens - member.start
+            sources[i, : len(tokens)] = np.where(tokens < member.start, in_tail, in_batch)
             sources[i, len(tokens) :] = own_row  # no other sequence's number, which may be NaN
         return torch.from_numpy(positions[:, None]), torch.from_numpy(sources.reshape(-1))

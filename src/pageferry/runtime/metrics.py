@@ -12,6 +12,7 @@ from pageferry.v1.inference_pb2 import WorkerLoad
 # The largest finite bucket is above our longest deadline, the smallest below our fastest answer.
 _REQUEST_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+_TOKENS_PER_STEP = (1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16)
 SILENCE_S = 10.0  # of a connection, whose thread then ends
 OUTCOMES = (
     "stop",
@@ -144,6 +145,13 @@ class WorkerMetrics(Metrics):
         self._handoff_failures = counter("pageferry_handoff_failures", "Hand-offs broken off.")
         text = "End of prefill to commit."
         self.handoff_s = Histogram("pageferry_handoff_tail_seconds", text, buckets=_STEP_S, registry=self.registry)
+        self._drafts = counter("pageferry_draft_tokens", "Drafts computed, and those accepted.", ("kind",))
+        text = "Tokens that a step gave, as a mean over an answer's steps."
+        self._tokens_per_step = Histogram(
+            "pageferry_tokens_per_step", text, buckets=_TOKENS_PER_STEP, registry=self.registry
+        )
+        for kind in ("proposed", "accepted"):
+            self._drafts.labels(kind)
         self._num_preemptions = 0
 
     def count_handoff(self, pages: int, num_bytes: int, tail_s: float) -> None:
@@ -153,6 +161,13 @@ class WorkerMetrics(Metrics):
 
     def count_broken_handoff(self) -> None:
         self._handoff_failures.inc()
+
+    def count_drafts(self, num_proposed: int, num_accepted: int, num_steps: int) -> None:
+        """Of a sequence that is over: each accepted draft is a token without a step."""
+        self._drafts.labels("proposed").inc(num_proposed)
+        self._drafts.labels("accepted").inc(num_accepted)
+        if num_steps:
+            self._tokens_per_step.observe(1 + num_accepted / num_steps)
 
     def set_load(self, load: WorkerLoad) -> None:
         """Gauges of pages and sequences, and the preemptions since the last load."""

@@ -1,0 +1,61 @@
+"""Drafts from a smaller model: the target's own first layers, or another model with pages of its own."""
+
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+
+from pageferry.core.config import EngineConfig
+from pageferry.core.drafts import DraftSource
+from pageferry.core.errors import invalid
+from pageferry.core.model_config import ModelConfig
+from pageferry.core.plan import Chunk, SampleFailure
+from pageferry.engine.batch import BatchBuilder, Part
+from pageferry.engine.pages import PageTensors
+from pageferry.engine.runner import ForwardPass
+from pageferry.engine.sampler import Sampler, SampleRow
+
+Drafts = list[list[int]]
+
+
+def draft_source(engine: EngineConfig, model: ModelConfig) -> DraftSource:
+    """Raises InvalidArgumentError where the model can't have the drafts that are asked for."""
+    source = DraftSource.parse(engine.speculation)
+    if source.kind == "layers" and source.num_layers >= model.num_layers:
+        limit = f"must be fewer layers than the model's {model.num_layers}"
+        raise invalid("speculation", engine.speculation, limit)
+    return source
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafter:
+    """Draws one draft after the other, all sequences' at once, each as the target would with the drafter's logits.
+
+    That is with the target's own random numbers, so that where both have the same distribution they draw the same.
+    """
+
+    model: ForwardPass
+    pages: PageTensors
+    builder: BatchBuilder
+    sampler: Sampler = field(default_factory=Sampler)
+
+    def draft(self, chunks: ListLike[Chunk]) -> Drafts:
+        """The chunks' own tokens first, which are all that is not computed; then each draft behind the last one."""
+        return self._draft([Part.of(chunk) for chunk in chunks], [chunk.num_drafts for chunk in chunks])
+
+    def _draft(self, parts: list[Part], counts: list[int]) -> Drafts:
+        drafts: Drafts = [[] for _ in parts]
+        pending = [i for i, count in enumerate(counts) if count]
+        while pending:
+            batch = self.builder.build_parts([parts[i] for i in pending])
+            logits = self.model.forward(batch, self.pages)
+            rows = [SampleRow(parts[i].sequence, tuple(drafts[i])) for i in pending]
+            drawn = self.sampler.sample(logits, rows, self.model.likeliest)
+            going_on = []
+            for i, one in zip(pending, drawn, strict=True):
+                if isinstance(one, SampleFailure):  # the target shall say so itself
+                    continue
+                drafts[i].append(one.token_id)
+                if len(drafts[i]) < counts[i]:
+                    parts[i] = Part(parts[i].sequence, parts[i].end, [one.token_id], 1)
+                    going_on.append(i)
+            pending = going_on
+        return drafts
