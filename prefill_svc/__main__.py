@@ -1,6 +1,7 @@
 """`python -m pageferry.prefill_svc --config FILE`: computes prompts and ships their pages."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pageferry.core.config import Config
@@ -41,7 +42,7 @@ class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
         # Imported here since that takes seconds, during which health is to be answered.
         from pageferry.engine.load import load_engine
 
-        return load_engine(config.engine, config.scheduler, progress=progress)
+        return load_engine(replace(config.engine, speculation="off"), config.scheduler, progress=progress)
 
     def join(self, engine: LoadedEngine, pools: PagePools, limits: ModelLimits, parts: WorkerParts) -> PrefillWorker:
         scheduler = PrefillScheduler(parts.config.scheduler, pools, engine.layout)

@@ -13,7 +13,8 @@ from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from pageferry.core.formats import PageFormat
 from pageferry.core.prefix import page_hashes
-from pageferry.engine.load import compute_dtype, load_engine
+from pageferry.engine.load import load_engine
+from pageferry.engine.loaders import compute_dtype
 
 
 def test_an_engine_describes_itself(tiny_model: Path) -> None:

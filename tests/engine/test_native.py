@@ -170,7 +170,7 @@ def test_settings_choose_the_path(tiny_model: Path, tiny_gguf: Path, tmp_path: P
 @needs_library
 def test_portable_code_runs_only_where_it_is_asked_for(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     portable = kernels(Isa.PORTABLE)
-    monkeypatch.setattr("pageferry.engine.load.load_kernels", lambda _: portable)
+    monkeypatch.setattr("pageferry.engine.loaders.load_kernels", lambda _: portable)
     assert isinstance(runner_of(load(tiny_gguf, compute_dtype="auto")).model, Model)
     assert isinstance(runner_of(load(tiny_gguf, compute_dtype="auto", kernels="cpu")).model, NativeModel)
 
@@ -181,7 +181,7 @@ def test_kernels_that_can_not_be_had_are_refused(
     narrow = write_tiny_model(tmp_path / "narrow", TinyShape(num_attention_heads=8, head_dim=8))
     with pytest.raises(InvalidArgumentError, match=r"kernels is 'cpu', can't be cpu: .* heads have 8 numbers"):
         load_engine(_config(narrow), SchedulerConfig(), progress=lambda _: None)
-    monkeypatch.setattr("pageferry.engine.load.load_kernels", lambda _: None)
+    monkeypatch.setattr("pageferry.engine.loaders.load_kernels", lambda _: None)
     with pytest.raises(InvalidArgumentError, match="without a C\\+\\+ compiler"):
         load_engine(_config(tiny_model), SchedulerConfig(), progress=lambda _: None)
     assert isinstance(runner_of(load(tiny_model)).model, Model)

@@ -17,8 +17,10 @@ from engines import load
 from gguf_writer import write_gguf
 from scheduling import layout
 from tiny_gguf import METADATA, gguf_tensors
+from tiny_model import TinyShape, write_tiny_model
 
 from pageferry.core.config import SchedulerConfig
+from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.gguf import GgufType
 from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import Sequence
@@ -28,7 +30,7 @@ from pageferry.engine.runner import TorchRunner
 
 GREEDY = SamplingParams(temperature=0)
 WINDOWS = "0=window:20,sinks:3;1-2=full;3=window:7"
-SOURCES = ("lookup", "layers:2")
+SOURCES = ("lookup", "layers:2", "draft")
 NUM_PROMPTS = 50
 
 
@@ -37,6 +39,16 @@ def tiny_gguf(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     path.write_bytes(write_gguf(METADATA, gguf_tensors(tiny_model, GgufType.Q4_1)))
     return path
+
+
+@pytest.fixture(params=SOURCES)
+def source(request: pytest.FixtureRequest, tiny_model: Path, tmp_path: Path) -> str:
+    """The draft model is the target in finer groups."""
+    if request.param != "draft":
+        return str(request.param)
+    path = tmp_path / "draft.gguf"
+    path.write_bytes(write_gguf(METADATA, gguf_tensors(tiny_model, GgufType.Q8_0)))
+    return f"draft:{path}"
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -68,7 +80,6 @@ def compare(engine: Engine, source: str, samplings: Iterable[SamplingParams], co
 
 
 @needs_library
-@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize(
     ("page_format", "cache_layers"),
     [("int8", ""), ("int8", WINDOWS), ("fp32", WINDOWS), ("int4:channel", ""), ("int4:channel", WINDOWS)],
@@ -83,7 +94,6 @@ def test_greedy_tokens_are_the_same_over_fifty_prompts(
 
 
 @needs_library
-@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("page_format", ["int8", "int8:channel"])
 def test_tokens_are_the_same_under_preemption(tiny_gguf: Path, page_format: str, source: str) -> None:
     engine = load(tiny_gguf, page_format, compute_dtype="auto", num_pages=200, speculation=source)
@@ -96,7 +106,6 @@ def test_tokens_are_the_same_under_preemption(tiny_gguf: Path, page_format: str,
 
 
 @needs_library
-@pytest.mark.parametrize("source", SOURCES)
 def test_drawn_tokens_are_the_same(tiny_gguf: Path, source: str) -> None:
     """Whatever goes into a draw: temperature, filters, penalties, and tokens that must not come yet."""
     engine = load(tiny_gguf, "int8", compute_dtype="auto", num_pages=200, speculation=source)
@@ -109,7 +118,7 @@ def test_drawn_tokens_are_the_same(tiny_gguf: Path, source: str) -> None:
     assert compare(engine, source, samplings, 32) > 0
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", SOURCES[:2])
 @pytest.mark.parametrize("page_format", ["fp32", "int8:channel"])
 def test_torch_computes_drafts_too(tiny_model: Path, page_format: str, source: str) -> None:
     """By torch's products last bits differ between shapes, and tokens only where two are as likely: not here."""
@@ -124,6 +133,39 @@ def test_max_tokens_are_never_exceeded(tiny_model: Path, num_drafts: int) -> Non
         targets = [requested([5, 6, 7, 8] * 5, max_tokens, GREEDY)]
         (output,) = Decoding(engine, "lookup", num_drafts).outputs(targets)
         assert len(output) == max_tokens
+
+
+@needs_library
+def test_drafts_that_cannot_be_made_are_refused(tiny_gguf: Path, tmp_path: Path) -> None:
+    def refused(speculation: str, **settings: Any) -> str:
+        with pytest.raises(InvalidArgumentError) as error:
+            load(tiny_gguf, compute_dtype="auto", speculation=speculation, **settings)
+        return str(error.value)
+
+    def written(name: str, **metadata: object) -> Path:
+        path = tmp_path / name
+        smaller = write_tiny_model(tmp_path / name[:-5], TinyShape())
+        path.write_bytes(write_gguf({**METADATA, **metadata}, gguf_tensors(smaller, GgufType.Q8_0)))
+        return path
+
+    assert "must be fewer layers than the model's 4" in refused("layers:4")
+    same = written("same.gguf")
+    assert "needs layers that keep all tokens" in refused(f"draft:{same}", cache_layers="0-3=window:20")
+    other = written("other.gguf", **{"tokenizer.ggml.tokens": ["a", "b"]})
+    assert "must name a model with the same tokenizer as tiny" in refused(f"draft:{other}")
+    assert "49152 tokens, must have those of the target" in refused("draft:smollm2")
+
+
+@needs_library
+def test_a_draft_models_memory_is_in_the_sum(tiny_gguf: Path) -> None:
+    reports = [
+        load(tiny_gguf, compute_dtype="auto", speculation=speculation).memory_report
+        for speculation in ("off", "lookup", f"draft:{tiny_gguf}")
+    ]
+    off, lookup, draft = (report.get("drafts", 0) for report in reports)
+    assert off == 0 < lookup
+    assert draft - lookup > reports[0]["weights"] + reports[0]["pages"]
+    assert all(sum(r.values()) - r["available"] == 2 * r["total"] for r in reports)
 
 
 TABLE = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.6, 0.1], [0.7, 0.1, 0.1, 0.1], [0.25, 0.25, 0.25, 0.25]])

@@ -231,7 +231,7 @@ class DecodeScheduler(Scheduler):
             self._running.remove(victim)
             self.tables.release(victim)
             self._beams.preempted(victim)
-            victim.num_computed = 0
+            victim.num_computed = victim.num_draft_computed = 0
             victim.num_preemptions += 1
             victim.status = SequenceStatus.WAITING
             self._waiting.add(victim, waiting_order(victim))

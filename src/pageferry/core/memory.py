@@ -29,6 +29,18 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterNeeds:
+    """What a draft model takes, where there is one: a page of its own beside each of a full group's."""
+
+    config: ModelConfig | None = None
+    weight_bytes: int = 0
+    page_bytes: int = 0
+
+
+NO_DRAFTER = DrafterNeeds()
+
+
+@dataclass(frozen=True, slots=True)
 class _Pools:
     """How many pages each cache group gets where a full one gets N."""
 
@@ -87,6 +99,8 @@ class _Needs:
     pools: _Pools
     weight_bytes: int
     staging_bytes: int
+    draft_rows: int  # logits of a step's drafts
+    drafter: DrafterNeeds
 
     def report(self, of_full: int) -> dict[str, int]:
         """Bytes by name."""
@@ -98,9 +112,18 @@ class _Needs:
             "rotary": context * self.config.head_dim * 4,
             "workspace": _workspace(self.config, pools.scheduler, most_read),
             **({"staging": self.staging_bytes} if self.staging_bytes else {}),
+            **({"drafts": self._draft_bytes(of_full, context)} if self.draft_rows else {}),
             "pages": pools.page_bytes(of_full),
             **({"tails": pools.tail_bytes} if layout.tails else {}),
         }
+
+    def _draft_bytes(self, of_full: int, context: int) -> int:
+        logits = 4 * self.draft_rows * self.config.vocab_size
+        if self.drafter.config is None:
+            return logits
+        working = _workspace(self.drafter.config, self.pools.scheduler, [context])
+        rotary = context * self.drafter.config.head_dim * 4
+        return logits + working + rotary + self.drafter.weight_bytes + of_full * self.drafter.page_bytes
 
     def largest(self, num_bytes: int) -> int:
         """The largest N that fits, up to where all sequences at once have pages for the longest text."""
@@ -115,6 +138,7 @@ def plan_memory(
     weight_bytes: int,
     available: int,
     staging_bytes: int = 0,
+    drafter: DrafterNeeds = NO_DRAFTER,
 ) -> MemoryPlan:
     """Size the pools from `num_pages` or `kv_memory_mb`, or where that is 0 from `memory_share` of what is available.
 
@@ -122,7 +146,10 @@ def plan_memory(
     `available` bytes; both name every term and the smallest value that works.
     """
     pools = _Pools(layout, scheduler, config.max_positions)
-    needs = _Needs(config, pools, weight_bytes, staging_bytes)
+    draft_rows = min(scheduler.local_chunk_tokens, scheduler.max_num_seqs * engine.max_draft_tokens)
+    if engine.speculation == "off":
+        draft_rows = 0
+    needs = _Needs(config, pools, weight_bytes, staging_bytes, draft_rows, drafter)
     headroom = scheduler.headroom_pages * any(group.window is None for group in layout.groups)
     needed = (pools.most_live(group, engine.max_model_tokens) for group in layout.groups)  # 0 where it isn't set
     smallest = max(1 + headroom, *needed)

@@ -76,6 +76,7 @@ class Sequence:
     tail: PageId | None = None  # the same in each group's pool of tails
     page_hashes: list[bytes] = field(default_factory=list)  # of full pages of `token_ids`, as far as known
     num_computed: int = 0
+    num_draft_computed: int = 0  # tokens whose keys and values a draft model has computed
     num_cached: int = 0  # prompt tokens first found in the prefix cache
     status: SequenceStatus = SequenceStatus.WAITING
     num_preemptions: int = 0

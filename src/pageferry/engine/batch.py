@@ -78,6 +78,7 @@ class BatchBuilder:
 
     layout: CacheLayout
     for_torch: bool = True  # whether torch attends
+    group_of: tuple[int, ...] = ()  # which of a sequence's page tables the layout's groups have, if not their own
 
     def build(self, chunks: Iterable[Chunk]) -> Batch:
         """Without drafts."""
@@ -110,7 +111,7 @@ class BatchBuilder:
     def _tables(self, parts: ListLike[Part]) -> tuple[PageTables, ...]:
         lengths = [self.layout.num_pages(part.end) for part in parts]
         starts, tables = _starts(np.array(lengths)), []
-        for group in range(len(self.layout.groups)):
+        for group in self.group_of or range(len(self.layout.groups)):
             # Bytes as they lie in the tables' arrays: a context of any length is one copy.
             views = [memoryview(p.sequence.tables[group])[:end] for p, end in zip(parts, lengths, strict=True)]  # type: ignore[arg-type]
             flat = np.frombuffer(bytearray().join(views), np.int32)

@@ -43,10 +43,11 @@ class ModelDrafter:
 
     def _draft(self, parts: list[Part], counts: list[int]) -> Drafts:
         drafts: Drafts = [[] for _ in parts]
-        pending = [i for i, count in enumerate(counts) if count]
+        pending = [i for i, part in enumerate(parts) if part.num_tokens]
         while pending:
             batch = self.builder.build_parts([parts[i] for i in pending])
             logits = self.model.forward(batch, self.pages)
+            pending = [i for i in pending if parts[i].num_sampled]
             rows = [SampleRow(parts[i].sequence, tuple(drafts[i])) for i in pending]
             drawn = self.sampler.sample(logits, rows, self.model.likeliest)
             going_on = []
@@ -59,3 +60,28 @@ class ModelDrafter:
                     going_on.append(i)
             pending = going_on
         return drafts
+
+
+@dataclass(frozen=True, slots=True)
+class OtherModelDrafter(ModelDrafter):
+    """A draft model, whose pages have the numbers of those in the target's first full group.
+
+    It computes prompts itself, `chunk_tokens` of a step at most, and drafts for a sequence once it has caught up. Pages
+    that were swapped for equal ones, or shared without having been drafted on, hold something else: drafts are then
+    accepted less often, and nothing else follows.
+    """
+
+    chunk_tokens: int = 128
+
+    def draft(self, chunks: ListLike[Chunk]) -> Drafts:
+        parts, counts, budget = [], [], self.chunk_tokens
+        for chunk in chunks:
+            sequence = chunk.sequence
+            start, end = sequence.num_draft_computed, len(sequence.token_ids)
+            until = min(end, start + budget)
+            budget -= until - start
+            has_caught_up = start < until == end
+            parts.append(Part(sequence, start, sequence.token_ids[start:until], int(has_caught_up)))
+            counts.append(chunk.num_drafts if has_caught_up else 0)
+            sequence.num_draft_computed = until
+        return self._draft(parts, counts)

@@ -6,46 +6,32 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from pageferry.core.available import available_bytes
 from pageferry.core.config import EngineConfig, SchedulerConfig
 from pageferry.core.cores import num_cores
-from pageferry.core.errors import InvalidArgumentError, invalid
+from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
-from pageferry.core.layout import HEAD_DIM_MULTIPLE, CacheLayout
-from pageferry.core.memory import MemoryPlan, context_limit, is_mixed, mixed_bytes, plan_memory, unpacked_bytes
+from pageferry.core.layout import CacheLayout
+from pageferry.core.memory import NO_DRAFTER, MemoryPlan, context_limit, plan_memory
 from pageferry.core.model_config import ModelConfig
-from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model, safetensors_paths
+from pageferry.core.model_files import ModelFiles, load_config_of, resolve_model
 from pageferry.core.model_shapes import check_shapes, expected_shapes
 from pageferry.core.plan import Runner
 from pageferry.engine.batch import BatchBuilder
+from pageferry.engine.draft_model import open_draft_model
 from pageferry.engine.drafter import ModelDrafter, draft_source
 from pageferry.engine.fingerprint import fingerprint
-from pageferry.engine.gguf_tensors import ROPE_FACTORS, GgufTensors
-from pageferry.engine.gpu_load import DeviceLoader, open_device
-from pageferry.engine.hf_tensors import HfTensors
-from pageferry.engine.mixed_weights import load_mixed_weights
-from pageferry.engine.model import Model
+from pageferry.engine.gguf_tensors import ROPE_FACTORS
+from pageferry.engine.loaders import make_loader, open_tensors
 from pageferry.engine.native import NativeModel
 from pageferry.engine.outliers import key_warning
 from pageferry.engine.pages import PageTensors
-from pageferry.engine.quantised_weights import (
-    is_quantised,
-    load_quantised_weights,
-    multiplied_sizes,
-    quantised_bytes,
-)
 from pageferry.engine.rope import inverse_frequencies
-from pageferry.engine.runner import ForwardPass, TorchRunner
-from pageferry.engine.tensors import TensorFiles
+from pageferry.engine.runner import TorchRunner
 from pageferry.engine.warm_up import warm_up_plans
-from pageferry.engine.weights import load_weights
-from pageferry.kernels.cpu_library import CpuKernels, Isa, load_kernels
 
 _MODEL_REASONS = ("MODEL_FILE_INVALID", "MODEL_TENSORS")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +67,14 @@ def load_engine(
     progress(f"reading {files.path.name}")
     model_config = load_config_of(files)
     source = draft_source(config, model_config)
-    with _naming(files), closing(_open(files, model_config)) as tensors:
+    with _naming(files), closing(open_tensors(files, model_config)) as tensors:
         check_shapes(expected_shapes(model_config), tensors.shapes)
         limited = model_config.served(config.max_model_tokens)
         # Workers of other lengths share pages, unless their frequencies differ for it.
         same = replace(limited, max_positions=model_config.max_positions)
         layout = _layout(model_config, config, fingerprint(same, tensors))
-        loader = _loader(config, scheduler, limited, layout, tensors)
+        draft = open_draft_model(config, scheduler, files, limited.vocab_size, layout)
+        loader = make_loader(config, scheduler, limited, layout, tensors)
         on_processor = config.device == "cpu"
         memory = plan_memory(
             limited,
@@ -97,6 +84,7 @@ def load_engine(
             loader.weight_bytes,
             loader.available_bytes(),
             staging_bytes if on_processor else 0,
+            NO_DRAFTER if draft is None else draft.needs,
         )
         if warning := key_warning(limited, tensors, layout.format):
             progress(warning)
@@ -107,107 +95,13 @@ def load_engine(
     builder = BatchBuilder(layout, for_torch=loader.for_torch)
     progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory, layout, loader.how)}")
     is_torch = not isinstance(model, NativeModel)
-    drafter = None
+    drafter: ModelDrafter | None = None
+    if draft is not None:
+        drafter = draft.load(rotary[1], memory.num_pages[draft.group], progress)
     if source.kind == "layers":
         drafter = ModelDrafter(model.first_layers(source.num_layers), pages, builder)
     runner = TorchRunner(model, pages, builder, torch.get_num_threads(), is_torch=is_torch, drafter=drafter)
     return Engine(layout, memory.num_pages, memory.num_tails, runner, limited, pages, memory.report, scheduler)
-
-
-@dataclass(frozen=True, slots=True)
-class _ProcessorLoader:
-    """As `DeviceLoader`, of a model that the processor computes."""
-
-    config: ModelConfig
-    tensors: TensorFiles
-    dtype: torch.dtype
-    kernels: CpuKernels | None
-    quantised: GgufTensors | None  # the tensors, where the kernels multiply them as they are in the file
-    mixed: GgufTensors | None = None  # the same, where they do so with some
-
-    @property
-    def for_torch(self) -> bool:
-        return self.kernels is None
-
-    @property
-    def how(self) -> str:
-        numbers = "the file's groups" if self.quantised else str(self.dtype).removeprefix("torch.")
-        numbers = f"the file's groups and {numbers}" if self.mixed else numbers
-        return numbers + (f" ({self.kernels.isa.name.lower()} kernels)" if self.kernels else "")
-
-    @property
-    def weight_bytes(self) -> int:
-        if self.mixed:
-            return mixed_bytes(self.config, multiplied_sizes(self.config, self.mixed), self.dtype.itemsize)
-        return quantised_bytes(self.quantised) if self.quantised else unpacked_bytes(self.config, self.dtype.itemsize)
-
-    def available_bytes(self) -> int:
-        return available_bytes()
-
-    def load(self, frequencies: Tensor, max_positions: int, progress: Callable[[str], None]) -> ForwardPass:
-        if self.quantised and self.kernels:
-            packed = load_quantised_weights(self.config, self.quantised, progress=progress)
-            return NativeModel(self.config, packed, frequencies, max_positions, self.kernels)
-        if self.mixed and self.kernels:
-            weights = load_mixed_weights(self.config, self.mixed, self.dtype, self.kernels, progress=progress)
-        else:
-            weights = load_weights(self.config, self.tensors, self.dtype, progress=progress)
-        return Model(self.config, weights, frequencies, max_positions, self.kernels)
-
-    def pages(self, layout: CacheLayout, memory: MemoryPlan) -> PageTensors:
-        return PageTensors(layout, memory.num_pages, memory.num_tails)
-
-
-def _loader(
-    config: EngineConfig, scheduler: SchedulerConfig, model: ModelConfig, layout: CacheLayout, tensors: TensorFiles
-) -> _ProcessorLoader | DeviceLoader:
-    if config.device != "cpu":
-        device = open_device(config.device)
-        return DeviceLoader(model, tensors, config.compute_dtype, device, scheduler.max_num_seqs)
-    kernels = _kernels(config, layout)
-    dtype, grouped = compute_dtype(config.compute_dtype), _grouped(tensors, config, kernels)
-    quantised = grouped if grouped and is_quantised(grouped) else None
-    mixed = grouped if grouped and is_mixed(model, multiplied_sizes(model, grouped)) else None
-    return _ProcessorLoader(model, tensors, dtype, kernels, quantised, mixed)
-
-
-def compute_dtype(name: str) -> torch.dtype:
-    """`fp32`, `bf16`, or `auto`: bf16 where the processor multiplies it natively."""
-    if name in _DTYPES:
-        return _DTYPES[name]
-    capabilities = torch.cpu.get_capabilities()
-    return torch.bfloat16 if capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") else torch.float32
-
-
-def _kernels(config: EngineConfig, layout: CacheLayout) -> CpuKernels | None:
-    """The compiled kernels; None where torch is to compute.
-
-    Raises InvalidArgumentError where they are asked for and can't be had.
-    """
-    if config.kernels == "torch":
-        return None
-    kernels = load_kernels(torch.get_num_threads())
-    problem = ""
-    if kernels is None:
-        problem = "the package was installed without a C++ compiler"
-    elif layout.head_dim % HEAD_DIM_MULTIPLE:
-        problem = f"the model's heads have {layout.head_dim} numbers, no multiple of {HEAD_DIM_MULTIPLE}"
-    elif kernels.isa is Isa.PORTABLE and config.kernels == "auto":
-        return None  # torch has code for this processor, which is faster
-    if problem and config.kernels == "cpu":
-        raise invalid("kernels", config.kernels, f"can't be cpu: {problem}; auto computes by torch then")
-    return None if problem else kernels
-
-
-def _grouped(tensors: TensorFiles, config: EngineConfig, kernels: CpuKernels | None) -> GgufTensors | None:
-    """The tensors, where the kernels are to multiply those that they can as they are in the file."""
-    if kernels is None or config.compute_dtype != "auto" or not isinstance(tensors, GgufTensors):
-        return None
-    return tensors
-
-
-def _open(files: ModelFiles, config: ModelConfig) -> TensorFiles:
-    return GgufTensors(files.path, config) if files.kind == "gguf" else HfTensors(safetensors_paths(files))
 
 
 @contextmanager

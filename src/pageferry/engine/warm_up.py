@@ -1,6 +1,7 @@
 """Steps that stand for those to come."""
 
 from collections.abc import Iterator, Sequence as ListLike
+from dataclasses import replace
 
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.layout import CacheLayout, Place
@@ -15,10 +16,16 @@ _BATCHES = (1, 8, 32)  # the largest as many as run unless set otherwise: its me
 def warm_up_plans(
     scheduler: SchedulerConfig, layout: CacheLayout, num_pages: ListLike[int], max_positions: int
 ) -> Iterator[Plan]:
-    """A full prefill chunk, then decode steps of several batch sizes, on the pools' first pages; token ids are 0."""
+    """A full prefill chunk, decode steps of several batch sizes, and one with a draft where the runner makes them.
+
+    On the pools' first pages; token ids are 0.
+    """
     room = min(min(num_pages) * layout.page_size, max_positions)
     length = min(max(scheduler.chunk_tokens, scheduler.local_chunk_tokens), room)
     yield _plan([_sequence(length, 0, layout)])
+    if layout.page_size > 1:
+        plan = _plan([_sequence(1, 0, layout)])
+        yield replace(plan, chunks=(replace(plan.chunks[0], num_drafts=1),))
     for batch in _BATCHES:
         if batch > min(scheduler.max_num_seqs, *num_pages):
             return
