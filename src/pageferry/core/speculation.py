@@ -21,6 +21,7 @@ _WORKER_DECAY = 0.99
 _MOST_RATE = 0.98
 _MARGIN = 1.2  # times what it costs that a row must give
 _FIRST_PAUSE, _LONGEST_PAUSE = 8, 64  # chances to let pass between probes
+_DRAFT_WEIGHT = 0.2  # of a new measurement
 _ROUNDS = 3  # of pricing rows by what a step gives with those that the last round chose
 
 
@@ -113,7 +114,8 @@ class Speculation:
         if rows == len(plan.chunks) + sum(num_drafted):  # prompts cost their own
             self._costs.add(rows, result.verify_s)
         if any(num_drafted):
-            self._draft_s += 0.1 * (result.draft_s / sum(num_drafted) - self._draft_s)
+            draft_s = result.draft_s / sum(num_drafted)
+            self._draft_s += (_DRAFT_WEIGHT if self._draft_s else 1.0) * (draft_s - self._draft_s)
 
     def _candidates(self, chunks: list[Chunk], most: int) -> Iterable[_Candidate]:
         for index, chunk in enumerate(chunks):
