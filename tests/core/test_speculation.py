@@ -30,7 +30,7 @@ class Worker:
             for one, count in zip(sequences, counts, strict=True)
         )
         seconds = 0.01 + self.row_s * (len(chunks) + sum(counts))
-        result = StepResult(samples, 0.0, tuple(counts), self.draft_s * sum(counts), seconds)
+        result = StepResult(samples, num_drafted=tuple(counts), draft_s=self.draft_s * sum(counts), verify_s=seconds)
         self.speculation.record(Plan(tuple(chunks)), result)
         return counts
 

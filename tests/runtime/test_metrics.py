@@ -77,3 +77,15 @@ def test_a_process_has_no_metrics_that_it_never_sets() -> None:
     assert not router & worker
     assert not any("handoff" in name or "preemptions" in name for name in router)
     assert not any("first_token" in name or "pageferry_request_seconds" in name for name in worker)
+
+
+def test_drafts_are_counted_and_tokens_of_steps_are_a_histogram() -> None:
+    metrics = WorkerMetrics()
+    assert samples(metrics)["pageferry_draft_tokens_total,proposed"] == 0
+    metrics.count_drafts(20, 15, 10)
+    metrics.count_drafts(0, 0, 10)
+    metrics.count_drafts(0, 0, 0)  # it never ran
+    values = samples(metrics)
+    assert values["pageferry_draft_tokens_total,proposed"] == 20
+    assert values["pageferry_draft_tokens_total,accepted"] == 15
+    assert (values["pageferry_tokens_per_step_count"], values["pageferry_tokens_per_step_sum"]) == (2, 3.5)

@@ -111,7 +111,8 @@ class Speculation:
                 num_accepted = 0 if isinstance(samples, SampleFailure) else len(samples) - 1
                 self._learn(drafting, num_accepted, count)
         rows = plan.num_tokens + sum(num_drafted)
-        if rows == len(plan.chunks) + sum(num_drafted):  # prompts cost their own
+        has_prompts = rows > len(plan.chunks) + sum(num_drafted)  # which cost their own
+        if result.verify_s > 0 and not has_prompts:
             self._costs.add(rows, result.verify_s)
         if any(num_drafted):
             draft_s = result.draft_s / sum(num_drafted)

@@ -19,7 +19,8 @@ def take_prompt_rows(
 ) -> tuple[Tensor, Likeliest, tuple[Reported, ...]]:
     """The rows that are drawn from, with their likeliest tokens, and the log-probabilities of prompt tokens.
 
-    `logits` are the batch's [S, vocab], those of each chunk's drafts among them; where there is nothing to report they are given back as they are.
+    `logits` are the batch's [S, vocab], with a row for each draft; where there is nothing to report they are given back
+    as they are.
     """
     row, drawn_from, reported = 0, list[int](), list[Reported]()
     for chunk, num_guessed in zip(chunks, num_drafts, strict=True):
