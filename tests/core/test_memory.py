@@ -26,7 +26,7 @@ PAGE_BYTES = LAYOUT.pages[0].page_bytes
 
 
 def plan(
-    available: int = ROOM, of: CacheLayout = LAYOUT, scheduler: SchedulerConfig | None = None, **settings: float
+    available: int = ROOM, of: CacheLayout = LAYOUT, scheduler: SchedulerConfig | None = None, **settings: float | str
 ) -> MemoryPlan:
     config = EngineConfig(**settings)  # type: ignore[arg-type]
     return plan_memory(MODEL, of, config, scheduler or SchedulerConfig(), unpacked_bytes(MODEL, 4), available)
@@ -40,7 +40,9 @@ def test_the_pool_is_sized_from_either_setting() -> None:
 def test_the_report_is_a_sum() -> None:
     report = plan(num_pages=100).report
     terms = {name: value for name, value in report.items() if name not in ("total", "available")}
-    assert set(terms) == {"weights", "rotary", "workspace", "pages"}
+    assert set(terms) == {"weights", "rotary", "workspace", "pages", "drafts"}
+    assert report["drafts"] == 4 * 128 * 1000  # logits of as many drafts as a step may have
+    assert "drafts" not in plan(num_pages=100, speculation="off").report
     assert report["total"] == sum(terms.values())
     assert report["pages"] == 100 * PAGE_BYTES
     # The tied head is repacked, so that the embedding counts twice.
