@@ -188,3 +188,25 @@ def test_hypotheses_say_why_they_ended(model: tuple[PreTrainedModel, Path]) -> N
         is_stopped = one.token_ids[-1] in work.stop.stop_token_ids
         assert one.reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         assert is_stopped or len(one.token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("page_format", "cache_layers"),
+    [("int8", ""), ("int8:channel", ""), ("fp32", "0=window:6,sinks:2;1=full"), ("int8:channel", "0=window:6;1=full")],
+)
+def test_pages_of_every_kind_are_forked(
+    model: tuple[PreTrainedModel, Path], page_format: str, cache_layers: str
+) -> None:
+    """Against a search of which each continuation is computed from the prompt on, in pages of its own."""
+    engine = load(model[1], page_format, page_size=4, num_pages=400, cache_layers=cache_layers)
+    config = {"max_num_seqs": 16, "prefix_cache": False}
+    work = work_of(PROMPT, 3, 1.0, EarlyStopping.NEVER, (), 0, 14, 1.0)
+    assert work.beam is not None
+    search = BeamSearch(work.beam, work.stop)
+    while not search.is_over:
+        prompts = [(*PROMPT, *beam.token_ids) for beam in search.running]
+        firsts = [work_of(prompt, 3, 1.0, EarlyStopping.NEVER, (), 0, 1, 1.0) for prompt in prompts]
+        found = served(engine, *firsts, **config)
+        search.advance([[(one.token_ids[0], one.score) for one in likeliest] for likeliest in found])
+    (hypotheses,) = served(engine, work, **config)
+    check(hypotheses, [(one.token_ids, one.score) for one in search.hypotheses])
