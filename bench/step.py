@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
 from engines import load, runner_of
 
-from pageferry.core.config import SchedulerConfig
+from pageferry.core.config import HandoffConfig, SchedulerConfig
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import full_group
@@ -147,13 +147,15 @@ class Reader:
         return None
 
 
-@dataclass
-class Named:
-    """`forward`, `build` or `run` of something, timed."""
+class Timed:
+    """Something whose call of one name is timed."""
 
-    forward: Callable[..., Any] | None = None
-    build: Callable[..., Any] | None = None
-    run: Callable[[Plan], StepResult] | None = None
+    def __init__(self, inner: Any, name: str, part: str, clocks: "Clocks") -> None:
+        self._inner = inner
+        setattr(self, name, clocks.timed(part, getattr(inner, name)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 @dataclass(frozen=True)
@@ -197,19 +199,19 @@ class Worker:
     def __init__(self, model: Model, load: Load, kind: str, clocks: Clocks) -> None:
         self.clocks, self.load, self.kind = clocks, load, kind
         inner = model.runner
-        forward = Named(forward=clocks.timed("forward", inner.model.forward))
-        build = Named(build=clocks.timed("build", inner.builder.build))
+        forward: Any = Timed(inner.model, "forward", "forward", clocks)
+        build: Any = Timed(inner.builder, "build_parts", "build", clocks)
         timed: Any = replace(inner, model=forward, builder=build)
         pools = PagePools(model.layout, [load.num_pages])
         scheduler: Any = DecodeScheduler(SchedulerConfig(max_num_seqs=load.batch), pools, model.layout)
         scheduler.schedule = clocks.timed("schedule", scheduler.schedule)
         self.scheduler = scheduler
         tickets = TicketTable(bytes(16), 30.0, model.layout)
-        self.runner = Named(run=clocks.timed("run", timed.run))
+        self.runner: Any = Timed(timed, "run", "run", clocks)
         self.step: Any = DecodeStep(scheduler, pools, tickets, self.runner, time.monotonic)  # type: ignore[arg-type]
         self.step.step = clocks.timed("step", self.step.step)
-        served: Any = Served(ModelLimits(VOCAB, 8192), inner.pages, ThreadPoolExecutor(1), "", 30_000)
-        hub: Any = WorkerHub(bytes(16), worker_pb2.Snapshot, lambda _: asyncio.sleep(0, 0))
+        served: Any = Served(ModelLimits(VOCAB, 8192), inner.pages, ThreadPoolExecutor(1), "", HandoffConfig())
+        hub: Any = WorkerHub(bytes(16), worker_pb2.Snapshot)
         self.calls: Any = DecodeWorker(self.step, served, NoOpTracer(), Publisher(hub, WorkerMetrics()), time.monotonic)
         self._tasks: list[asyncio.Task[None]] = []
 
