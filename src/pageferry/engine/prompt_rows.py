@@ -1,6 +1,6 @@
 """The rows of a step's logits that tell of prompt tokens, apart from those that tokens are drawn from."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence as ListLike
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,15 @@ Reported = tuple[Sequence, tuple[SampledToken, ...]]
 
 
 def take_prompt_rows(
-    chunks: Iterable[Chunk], num_drafts: Iterable[int], logits: Tensor, likeliest: Likeliest, sampler: Sampler
+    chunks: ListLike[Chunk], num_drafts: Iterable[int], logits: Tensor, likeliest: Likeliest, sampler: Sampler
 ) -> tuple[Tensor, Likeliest, tuple[Reported, ...]]:
     """The rows that are drawn from, with their likeliest tokens, and the log-probabilities of prompt tokens.
 
     `logits` are the batch's [S, vocab], with a row for each draft; where there is nothing to report they are given back
     as they are.
     """
+    if not any(chunk.num_prompt_rows for chunk in chunks):  # as mostly
+        return logits, likeliest, ()
     row, drawn_from, reported = 0, list[int](), list[Reported]()
     for chunk, num_guessed in zip(chunks, num_drafts, strict=True):
         num_rows = chunk.num_prompt_rows
@@ -30,8 +32,6 @@ def take_prompt_rows(
         num_drawn = (1 + num_guessed) * chunk.samples
         row += max(num_rows, num_drawn)
         drawn_from += range(row - num_drawn, row)
-    if not reported:
-        return logits, likeliest, ()
     return logits[drawn_from], None if likeliest is None else likeliest[drawn_from], tuple(reported)
 
 

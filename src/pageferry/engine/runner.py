@@ -77,8 +77,8 @@ class TorchRunner:
         began = time.perf_counter()
         drafts = self._drafts(plan.chunks)
         drafted = time.perf_counter()
-        pairs = zip(plan.chunks, drafts, strict=True)
-        batch = self.builder.build_parts([Part.of(chunk, guessed) for chunk, guessed in pairs])
+        parts = [Part.of(chunk, guessed) for chunk, guessed in zip(plan.chunks, drafts, strict=True)]
+        batch = self.builder.build_parts(parts)
         start = time.perf_counter()
         logits = self.model.forward(batch, self.pages)
         forward_s = time.perf_counter() - start

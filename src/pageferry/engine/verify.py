@@ -35,6 +35,9 @@ class Verifier:
 
         Where draws depend on the tokens before them, rows are drawn one after the other while drafts are accepted.
         """
+        if not any(drafts):  # as mostly
+            results = self.sampler.sample(self.logits, [SampleRow(one) for one in sequences], self.likeliest)
+            return tuple(one if isinstance(one, SampleFailure) else (one,) for one in results)
         at: list[int] = []
         rows: list[SampleRow] = []
         start = 0
@@ -43,13 +46,13 @@ class Verifier:
             at += range(start, start + count)
             rows += [SampleRow(sequence, tuple(guessed[:i])) for i in range(count)]
             start += 1 + len(guessed)
-        results = iter(self._sample(at, rows))
+        drawn_of = iter(self._sample(at, rows))
         samples, start = [], 0
         for sequence, guessed in zip(sequences, drafts, strict=True):
             if is_adjusted(sequence):
-                drawn = self._in_turn(next(results), sequence, guessed, start)
+                drawn = self._in_turn(next(drawn_of), sequence, guessed, start)
             else:
-                drawn = [next(results) for _ in range(1 + len(guessed))]
+                drawn = [next(drawn_of) for _ in range(1 + len(guessed))]
             samples.append(_accept(drawn, guessed))
             start += 1 + len(guessed)
         return tuple(samples)
