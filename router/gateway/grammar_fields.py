@@ -52,6 +52,8 @@ def read_format(form: Fields, *, nested: bool) -> types.Grammar | None:
     holder = form.part("json_schema") if nested else form
     if holder is None:
         form.refuse("json_schema", "must be an object with the schema")
+    for harmless in _HARMLESS:
+        holder.get(harmless)
     grammar = types.Grammar(json_schema=_schema(holder, "schema"))
     holder.finish()
     form.finish()
@@ -59,8 +61,6 @@ def read_format(form: Fields, *, nested: bool) -> types.Grammar | None:
 
 
 def _schema(fields: Fields, name: str) -> str:
-    for harmless in _HARMLESS:
-        fields.get(harmless)
     value = fields.get(name)
     if not isinstance(value, dict):
         fields.refuse(name, f"is {kind_of(value)}, must be a JSON schema, an object")

@@ -133,6 +133,8 @@ def test_message_contents() -> None:
         ),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "together with guided_regex"),
         ({"guided_choice": []}, "guided_choice", "at least one text"),
+        ({"guided_json": {}, "strict": True}, "strict", "not a field of /v1/chat/completions"),
+        ({"structured_outputs": {"json": {}, "name": "x"}}, "structured_outputs.name", "not a field"),
         ({"structured_outputs": {"whitespace": 1}}, "structured_outputs.whitespace", "not a field"),
         ({"tools": [{}]}, "tools[0]", 'must have the type "function"'),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "must be an object"),
