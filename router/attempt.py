@@ -98,7 +98,7 @@ class Attempt:
                 elif tokens := self._take(item):
                     yield tokens
             if self._early:
-                yield self._early
+                yield self._take_early()
         finally:
             relying.close()
             if self._fed is not None:
@@ -207,16 +207,21 @@ class Attempt:
         if self._failure is not None and Role.DECODE not in self._ended:
             # The commit has come through, whatever became of the prefill worker.
             self._failure, self._patience_s = None, None
-        if self._tells_prompt and Role.PREFILL in self._open and not self._first_token_seen:
+        if self._awaits_prompt:
             self._early += message.tokens
-            return ()
+            return () if Role.PREFILL in self._open else self._take_early()
         return message.tokens
 
     @property
-    def _tells_prompt(self) -> bool:
-        return self._work.sampling.HasField("prompt_logprobs")
+    def _awaits_prompt(self) -> bool:
+        """Whether the prefill worker is to tell of the prompt, as nobody else can, and has not yet."""
+        is_told = self._source is Source.PUSHED and self._work.sampling.HasField("prompt_logprobs")
+        return is_told and not self._first_token_seen
 
     def _take_early(self) -> Tokens:
+        if self._early and self._awaits_prompt:
+            message = f"prefill worker {self._prefill.address} ended without a word on the prompt"
+            raise self._prefill_failed(InternalError(message, reason="NO_PROMPT_LOGPROBS"))
         tokens, self._early = self._early, []
         return tokens
 

@@ -219,7 +219,12 @@ def ranked(answers: list[Answer], admitted: Admitted) -> list[Answer]:
             for delta in answer.deltas:
                 for token in delta.tokens:
                     token.ClearField("logprobs")
-    return sorted(answers, key=lambda answer: -(answer.score or 0.0))[: admitted.n]
+    best = sorted(answers, key=lambda answer: -(answer.score or 0.0))[: admitted.n]
+    told, first = answers[0].deltas[0], best[0].deltas[0]  # the prompt is told of once, with what is sent first
+    if told is not first and told.HasField("prompt_logprobs"):
+        first.prompt_logprobs.CopyFrom(told.prompt_logprobs)
+        told.ClearField("prompt_logprobs")
+    return best
 
 
 def mean_logprob(deltas: list[pb.Delta]) -> float:

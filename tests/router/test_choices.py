@@ -1,7 +1,7 @@
 """Several answers to one request over workers that replay tokens: each ends by itself, and the request once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 
@@ -257,6 +257,75 @@ async def test_the_prompts_log_probabilities_come_once_with_the_first_answer(rig
         asked = {work.choice for work in router.decode.works if work.sampling.HasField("prompt_logprobs")}
         assert asked == {0}
         await router.check_idle()
+
+
+async def test_the_prompts_log_probabilities_come_with_the_likeliest_answer_whichever_that_is(rig: Make) -> None:
+    async with rig(logprobs={0: -2.0, 1: -0.5, 2: -1.0}) as router:
+        router.prefill.script.prompt_logprobs = PROMPT_LOGPROBS
+        for n in (1, 2):
+            request = ask(n=n, best_of=3)
+            request.sampling.prompt_logprobs = 0
+            deltas = [event.delta async for event in router.stream(request) if event.HasField("delta")]
+            told = [(delta.choice, delta.prompt_logprobs) for delta in deltas if delta.HasField("prompt_logprobs")]
+            assert told == [(0, PROMPT_LOGPROBS)]
+            assert deltas[0].tokens[0].token_id == TOKENS[1][0]
+        await router.check_idle()
+
+
+@pytest.mark.parametrize("comes_first", ["prefill worker", "tokens"])
+async def test_a_prefill_worker_that_dies_without_a_word_on_the_prompt_has_failed(rig: Make, comes_first: str) -> None:
+    async with rig(num_prefill=2) as router:
+        for worker in (*router.prefills, *router.decodes):
+            worker.script.prompt_logprobs = PROMPT_LOGPROBS
+        dead = commit_and_die(router)
+        first = router.decode.pause_at[0] = asyncio.Event()
+        if comes_first == "tokens":
+            first.set()
+        request = ask(n=1)
+        request.sampling.prompt_logprobs = 0
+        reading = asyncio.create_task(collect(router, request))
+        await dead.wait()
+        for prefill in router.prefills:
+            await prefill.wait_idle()
+        first.set()
+        told, *others = await reading
+        assert told.prompt_logprobs == PROMPT_LOGPROBS
+        assert not any(delta.HasField("prompt_logprobs") for delta in others)
+        assert [token.token_id for delta in (told, *others) for token in delta.tokens] == TOKENS[0][:8]
+        assert router.value("pageferry_prefill_failures_total", next="other_prefill") == 1
+        await router.check_idle()
+
+
+async def collect(router: Rig, request: pb.GenerateRequest) -> list[pb.Delta]:
+    return [event.delta async for event in router.stream(request) if event.HasField("delta")]
+
+
+def commit_and_die(router: Rig) -> asyncio.Event:
+    """Let the first call of a prefill worker commit and then break, before it has told of the first token.
+
+    Where the decode worker goes on, all its tokens come before. Returns what is set once it has committed.
+    """
+    dead = asyncio.Event()
+
+    def dying(whole: Callable[[prefill_pb2.PrefillRequest], AsyncGenerator[object, None]]) -> object:
+        async def prefill(request: prefill_pb2.PrefillRequest) -> AsyncIterator[object]:
+            is_first = not dead.is_set()
+            async with aclosing(whole(request)) as events:
+                yield await anext(events)
+                async for event in events:
+                    if not is_first:
+                        yield event
+            if is_first:
+                dead.set()
+                if router.decode.pause_at[0].is_set():
+                    await router.decode.wait_idle()
+                raise UnavailableError("killed", reason="STREAM_BROKEN")
+
+        return prefill
+
+    for prefill in router.prefills:
+        prefill._prefill = dying(prefill._prefill)
+    return dead
 
 
 def commit_without_a_word(router: Rig) -> None:
