@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
+from pageferry.core.errors import invalid, invalid_field
 from pageferry.text.chat_template import ChatTemplate
 from pageferry.v1.inference_pb2 import ChatMessage, ChatMessages
 
@@ -27,7 +27,8 @@ async def rendered(chat: ChatMessages, template: ChatTemplate, *, normalise_syst
     whole = await template.render_async(messages, variables | {"add_generation_prompt": False})
     text, found, after = whole.partition(mark)
     if not found or messages[-1]["role"] != "assistant":
-        raise _wrong("chat.continue_last", "needs a last message that is the assistant's, and a template that shows it")
+        description = "needs a last message that is the assistant's, and a template that shows it"
+        raise invalid_field("chat.continue_last", description)
     return text if after.startswith(" ") else text.rstrip()  # a template that strips messages strips this one too
 
 
@@ -60,7 +61,7 @@ def _call(call: dict[str, Any], field: str) -> dict[str, Any]:
     """With its arguments as an object, which is what templates expect and OpenAI's form has as text."""
     function = call.get("function")
     if not isinstance(function, dict):
-        raise _wrong(field, "must have a function in each call")
+        raise invalid_field(field, "must have a function in each call")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -76,9 +77,9 @@ def _variables(chat: ChatMessages) -> dict[str, Any]:
         field = "chat.template_variables_json"
         value = _json(chat.template_variables_json, field)
         if not isinstance(value, dict):
-            raise _wrong(field, "must be a JSON object")
+            raise invalid_field(field, "must be a JSON object")
         if own := [name for name in _OWN_VARIABLES if name in value]:
-            raise _wrong(field, f"must not set {own[0]}, which has a field of its own")
+            raise invalid_field(field, f"must not set {own[0]}, which has a field of its own")
         variables = value
     if chat.tools_json:
         variables = variables | {"tools": _objects(chat.tools_json, "chat.tools_json")}
@@ -88,7 +89,7 @@ def _variables(chat: ChatMessages) -> dict[str, Any]:
 def _objects(text: str, field: str) -> list[dict[str, Any]]:
     value = _json(text, field)
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        raise _wrong(field, "must be a JSON list of objects")
+        raise invalid_field(field, "must be a JSON list of objects")
     return value
 
 
@@ -96,7 +97,7 @@ def _json(text: str, field: str) -> Any:
     try:
         return _parsed(text)
     except ValueError:
-        raise _wrong(field, "must be JSON without halves of surrogate pairs or deep nesting") from None
+        raise invalid_field(field, "must be JSON without halves of surrogate pairs or deep nesting") from None
 
 
 def _parsed(text: str) -> Any:
@@ -111,11 +112,6 @@ def _parsed(text: str) -> Any:
 
 def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
-
-
-def _wrong(field: str, description: str) -> InvalidArgumentError:
-    violations = (FieldViolation(field, description),)
-    return InvalidArgumentError(f"{field} {description}", reason="INVALID_FIELD", violations=violations)
 
 
 def _normalise_system(messages: list[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any, NoReturn
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError
+from pageferry.core.errors import invalid_field
 
 Json = dict[str, Any]
 _MAX_NAME = 64  # characters of a request's own that a message repeats
@@ -12,8 +12,7 @@ _MAX_NAME = 64  # characters of a request's own that a message repeats
 
 def refuse(field: str, description: str, *, reason: str = "INVALID_FIELD") -> NoReturn:
     """Raise InvalidArgumentError for one field; `description` reads on from its name."""
-    violation = FieldViolation(field, description)
-    raise InvalidArgumentError(f"{field} {description}", reason=reason, violations=(violation,))
+    raise invalid_field(field, description, reason=reason)
 
 
 def decode_json(body: bytes) -> Json:

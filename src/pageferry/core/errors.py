@@ -146,6 +146,10 @@ class DataLossError(PageferryError):
 
 def invalid(field: str, value: object, limit: str, *, reason: str = "INVALID_FIELD") -> InvalidArgumentError:
     """The error for one bad field, e.g. `invalid("temperature", nan, "must be 0 or finite and positive")`."""
-    description = f"is {shown(value)}, {limit}"
-    message = f"{field} {description}"
-    return InvalidArgumentError(message, reason=reason, violations=(FieldViolation(field, description),))
+    return invalid_field(field, f"is {shown(value)}, {limit}", reason=reason)
+
+
+def invalid_field(field: str, description: str, *, reason: str = "INVALID_FIELD") -> InvalidArgumentError:
+    """The same where the value is not to be repeated; `description` reads on from the field's name."""
+    violations = (FieldViolation(field, description),)
+    return InvalidArgumentError(f"{field} {description}", reason=reason, violations=violations)

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError, shown
+from pageferry.core.errors import InvalidArgumentError, invalid, invalid_field
 
 MAX_LIMIT = 2**53  # beyond, floating-point numbers don't count by ones
 MAX_KEYS = 2_000  # of all tenants: each call's key is compared with every one
@@ -31,15 +31,16 @@ class Tenant:
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
-            raise _wrong("name", "must be 1 to 64 letters, digits, dots, dashes and underscores")
+            raise invalid_field("name", "must be 1 to 64 letters, digits, dots, dashes and underscores")
         for digest in self.key_sha256:
             if not _DIGEST.fullmatch(digest):  # it is not repeated: it may be a key itself
-                raise _wrong("key_sha256", "must hold 64 lower-case hexadecimal digits each, see `pageferry key`")
+                description = "must hold 64 lower-case hexadecimal digits each, see `pageferry key`"
+                raise invalid_field("key_sha256", description)
         for name in ("max_requests", "requests_per_minute", "tokens_per_minute", "max_pages"):
             if not 0 <= getattr(self, name) <= MAX_LIMIT:
-                raise _wrong(name, f"is {shown(getattr(self, name))}, must be from 0 to {MAX_LIMIT}; 0 is no limit")
+                raise invalid(name, getattr(self, name), f"must be from 0 to {MAX_LIMIT}; 0 is no limit")
         if not -(2**31) <= self.min_priority < 2**31:
-            raise _wrong("min_priority", f"is {shown(self.min_priority)}, must be from -2**31 to 2**31 - 1")
+            raise invalid("min_priority", self.min_priority, "must be from -2**31 to 2**31 - 1")
 
 
 # All callers, where there is no tenants file.
@@ -108,11 +109,6 @@ def _check_unique(source: str, field: str, values: Iterable[str]) -> None:
         if value in seen:
             raise _bad(source, f"{field} {value if field == 'name' else value[:8] + '…'} is there twice")
         seen.add(value)
-
-
-def _wrong(field: str, description: str) -> InvalidArgumentError:
-    violations = (FieldViolation(field, description),)
-    return InvalidArgumentError(f"{field} {description}", reason="BAD_TENANTS", violations=violations)
 
 
 def _bad(source: str, message: str) -> InvalidArgumentError:
