@@ -10,9 +10,10 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from pageferry.client.collector import AnyGeneration
 from pageferry.client.connection import certificates
 from pageferry.client.request import Message, Options, Prompt, credentials, generate_request, tokenize_request
-from pageferry.client.result import AnyGeneration, Delta, Result
+from pageferry.client.result import Delta, Result
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.errors import from_rpc_error

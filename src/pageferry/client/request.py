@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
+from pageferry.core.errors import invalid, invalid_field
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import EarlyStopping
 
@@ -126,7 +126,7 @@ def chat_messages(messages: Sequence[Message]) -> pb.ChatMessages:
             added = chat.messages.add(**values)
         except (TypeError, ValueError):
             known = "must have role and content, and of name, tool_call_id and tool_calls what it needs"
-            raise _wrong(f"messages[{index}]", known) from None
+            raise invalid_field(f"messages[{index}]", known) from None
         if calls:
             added.tool_calls_json = _json(f"messages[{index}].tool_calls", calls)
     return chat
@@ -144,7 +144,7 @@ def _set_input(request: pb.GenerateRequest, prompt: Prompt, given: dict[str, Any
         return
     for name, value in of_chat.items():
         if value:
-            raise _wrong(name, "must be given with a conversation only")
+            raise invalid_field(name, "must be given with a conversation only")
     if isinstance(prompt, str):
         _set(request, "prompt", prompt)
     else:
@@ -156,14 +156,14 @@ def _set_bias(sampling: Any, bias: object) -> None:
     try:
         sampling.logit_bias.update(bias)
     except (TypeError, ValueError, AttributeError):
-        raise _wrong("logit_bias", f"must map token ids, each {_TOKEN_ID}, to numbers") from None
+        raise invalid_field("logit_bias", f"must map token ids, each {_TOKEN_ID}, to numbers") from None
 
 
 def _set_grammar(sampling: Any, given: dict[str, Any]) -> None:
     wanted = {name: value for name in _GRAMMARS if (value := given.pop(name, None)) not in (None, False)}
     if len(wanted) > 1:
         names = list(wanted)
-        raise _wrong(names[1], f"must not be given together with {names[0]}")
+        raise invalid_field(names[1], f"must not be given together with {names[0]}")
     for name, value in wanted.items():
         if name == "choices":
             _extend(sampling.grammar.choices.texts, name, value, "a string")
@@ -179,7 +179,7 @@ def _set_beam(request: pb.GenerateRequest, given: dict[str, Any]) -> None:
     if width is None:
         for name, value in zip(names[1:], (length_penalty, early_stopping), strict=True):
             if value is not None:
-                raise _wrong(name, "must be given with beam_width only")
+                raise invalid_field(name, "must be given with beam_width only")
         return
     _set(request.beam, "width", width, "beam_width")
     if length_penalty is not None:
@@ -189,7 +189,7 @@ def _set_beam(request: pb.GenerateRequest, given: dict[str, Any]) -> None:
             name = f"EARLY_STOPPING_{early_stopping.upper()}"
             request.beam.early_stopping = cast(EarlyStopping, EarlyStopping.Value(name))
         except (ValueError, AttributeError):
-            raise _wrong("early_stopping", "must be heuristic, first or never") from None
+            raise invalid_field("early_stopping", "must be heuristic, first or never") from None
 
 
 def _texts(value: str | Sequence[str]) -> Sequence[str]:
@@ -200,7 +200,7 @@ def _json(name: str, value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise _wrong(name, "must be what JSON can hold") from None
+        raise invalid_field(name, "must be what JSON can hold") from None
 
 
 def _set(message: Any, name: str, value: object, option: str = "") -> None:
@@ -209,7 +209,7 @@ def _set(message: Any, name: str, value: object, option: str = "") -> None:
     except (TypeError, ValueError):
         limit = _LIMITS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
         if limit is None:  # the value is text, which errors don't repeat
-            raise _wrong(option or name, "must be a string of valid Unicode") from None
+            raise invalid_field(option or name, "must be a string of valid Unicode") from None
         raise invalid(option or name, value, limit) from None
 
 
@@ -217,9 +217,4 @@ def _extend(field: Any, name: str, values: object, limit: str) -> None:
     try:
         field.extend(values)
     except (TypeError, ValueError):
-        raise _wrong(name, f"must be a list, and each of it {limit}") from None
-
-
-def _wrong(name: str, description: str) -> InvalidArgumentError:
-    violations = (FieldViolation(name, description),)
-    return InvalidArgumentError(f"{name} {description}", reason="INVALID_FIELD", violations=violations)
+        raise invalid_field(name, f"must be a list, and each of it {limit}") from None

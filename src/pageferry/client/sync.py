@@ -8,9 +8,10 @@ from weakref import WeakSet
 import grpc
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from pageferry.client.collector import AnyGeneration
 from pageferry.client.connection import certificates
 from pageferry.client.request import Message, Options, Prompt, credentials, generate_request, tokenize_request
-from pageferry.client.result import AnyGeneration, Delta, Result
+from pageferry.client.result import Delta, Result
 from pageferry.core.errors import PageferryError
 from pageferry.runtime.channels import CHANNEL_OPTIONS
 from pageferry.runtime.errors import from_rpc_error
