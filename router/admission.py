@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pageferry.core.config import RouterConfig
 from pageferry.core.errors import (
     FieldViolation,
-    InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
     invalid,
@@ -20,6 +19,7 @@ from pageferry.core.tenants import ANYBODY, Tenant
 from pageferry.router.beam import beam_of, check_beside
 from pageferry.router.profiles import DEFAULT, Chosen, Profiles
 from pageferry.router.prompts import Prompts, check_ids
+from pageferry.router.room import Limits
 from pageferry.runtime.convert_work import sampling_from_proto
 from pageferry.text import bad_words
 from pageferry.text.grammar import Grammars
@@ -32,18 +32,6 @@ MAX_STOP_CHARACTERS = 4096
 MAX_CHOICES = 16
 MAX_REQUEST_ID_CHARACTERS = 128
 MAX_MODEL_CHARACTERS = 128  # of a name that is not known, in the message that says so
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What model and workers can take at present; None where no worker of the role is there."""
-
-    max_model_tokens: int
-    prefill_pool_tokens: int | None
-    decode_pool_tokens: int | None
-    page_size: int = 16
-    max_num_seqs: int | None = None  # of the decode worker with most slots
-    decode_pages: int | None = None  # of the largest one's layers that keep all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +93,12 @@ class Admission:
         self.check_model(request.model)
         _check_priority(request.priority, tenant)
         profile = self._profiles.choose(request.profile, tenant)
-        if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
-            length = f"{len(request.request_id)} characters"
-            raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
         beam = beam_of(request, self._limits().max_num_seqs)
         n, num_choices = _num_choices(request)
         num_kept = num_choices  # outputs that take pages of their own
         if beam is not None:
             num_choices, num_kept = 1, beam.width
-        if request.echo and request.HasField("chat"):
-            raise invalid("echo", True, "must not be set with chat, whose text is the template's")
-        check_ids("stop.stop_token_ids", request.stop.stop_token_ids, self._vocab_size)
-        _check_stop_strings(request.stop_strings)
-        _check_counts(request.stop)
+        self._check_fields(request)
         sampling = await self._sampling(request)
         began = self._clock()
         prompt_ids = await self._prompts.of_generate(request)
@@ -136,7 +117,7 @@ class Admission:
             skip_special=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=profile.profile.priority_of(request.priority),
             cache_salt=cache_salt,
-            num_pages=_num_pages(len(prompt_ids), stop.max_tokens, num_kept, self._limits().page_size),
+            num_pages=self._limits().num_pages(len(prompt_ids), stop.max_tokens, num_kept),
             tokenize_s=tokenize_s,
             n=n,
             num_choices=num_choices,
@@ -145,6 +126,17 @@ class Admission:
             profile=profile,
             beam=beam,
         )
+
+    def _check_fields(self, request: GenerateRequest) -> None:
+        """Those that need no more than a look."""
+        if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS:
+            length = f"{len(request.request_id)} characters"
+            raise invalid("request_id", length, f"must have at most {MAX_REQUEST_ID_CHARACTERS}")
+        if request.echo and request.HasField("chat"):
+            raise invalid("echo", True, "must not be set with chat, whose text is the template's")
+        check_ids("stop.stop_token_ids", request.stop.stop_token_ids, self._vocab_size)
+        _check_stop_strings(request.stop_strings)
+        _check_counts(request.stop)
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         """Ids of the text, or of the rendered conversation; the same as `admit` would use."""
@@ -180,59 +172,12 @@ class Admission:
         self, stop: StopConditions, num_prompt: int, max_pages: int, num_kept: int, beam: BeamParams | None
     ) -> StopParams:
         max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
-        most = self._most_tokens(num_prompt, max_tokens, max_pages, num_kept, is_beam=beam is not None)
+        limits = self._limits()
+        most = limits.most_tokens(num_prompt, max_tokens, max_pages, num_kept, is_beam=beam is not None)
         stop_token_ids = frozenset(stop.stop_token_ids)
         if not stop.ignore_eos:
             stop_token_ids |= frozenset(self._tokenizer.eos_ids)
         return StopParams(most, stop.min_tokens, stop_token_ids, stop.max_repeats)
-
-    def _most_tokens(
-        self, num_prompt: int, max_tokens: int | None, max_pages: int, num_kept: int, *, is_beam: bool
-    ) -> int:
-        """`max_tokens`, or where it is absent what fits; raises InvalidArgumentError where it can never fit."""
-        limits = self._limits()
-        wanted = max_tokens or 1
-        if num_prompt + wanted > limits.max_model_tokens:
-            limit = f"the model takes {limits.max_model_tokens} of prompt and answer together"
-            raise _too_long(num_prompt, max_tokens, limit, "TOO_LONG")
-        prefill_tokens, decode_tokens = limits.prefill_pool_tokens, limits.decode_pool_tokens
-        if prefill_tokens is not None and num_prompt > prefill_tokens:
-            raise _too_long(
-                num_prompt, max_tokens, f"the largest prefill worker's pages hold {prefill_tokens}", "EXCEEDS_POOL"
-            )
-        # The last token's keys and values are never stored; and a single token needs no decode worker.
-        stored = num_prompt + wanted - 1
-        is_decoded = max_tokens != 1 or prefill_tokens is None or is_beam
-        shared_pages = num_prompt // limits.page_size
-        if is_beam and decode_tokens is not None and limits.decode_pages is not None:  # all beams are on one worker
-            each_tokens = _pages_each(limits.decode_pages, shared_pages, num_kept) * limits.page_size
-            decode_tokens = min(decode_tokens, each_tokens)
-        if is_decoded and decode_tokens is not None and stored > decode_tokens:
-            each = f" in each of {num_kept} beams" if is_beam else ""
-            limit = f"the largest decode worker's pages hold {decode_tokens} of prompt and answer together{each}"
-            raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_POOL")
-        tenant_tokens = _pages_each(max_pages, shared_pages, num_kept) * limits.page_size if max_pages else None
-        if tenant_tokens is not None and stored > tenant_tokens:
-            each = f" in each of {num_kept} answers" if num_kept > 1 else ""
-            limit = f"the tenant's max_pages, {max_pages}, hold {tenant_tokens} of prompt and answer together{each}"
-            raise _too_long(num_prompt, max_tokens, limit, "EXCEEDS_TENANT_PAGES")
-        if max_tokens is not None:
-            return max_tokens
-        pools = [most + 1 for most in (decode_tokens, tenant_tokens) if most is not None]
-        return min([limits.max_model_tokens, *pools]) - num_prompt
-
-
-def _pages_each(num_pages: int, num_shared: int, num_kept: int) -> int:
-    """Pages that each of several outputs may come to hold, where all have `num_shared` of them together."""
-    return (num_pages + (num_kept - 1) * num_shared) // num_kept
-
-
-def _too_long(num_prompt: int, max_tokens: int | None, limit: str, reason: str) -> InvalidArgumentError:
-    counts = f"the prompt has {num_prompt} tokens"
-    if max_tokens is not None:
-        counts += f" and max_tokens is {max_tokens}, together {num_prompt + max_tokens}"
-    message = f"{counts}; {limit}"
-    return InvalidArgumentError(message, reason=reason, violations=(FieldViolation("stop.max_tokens", message),))
 
 
 def _check_stop_strings(stop_strings: Sequence[str]) -> None:
@@ -255,12 +200,6 @@ def _num_choices(request: GenerateRequest) -> tuple[int, int]:
     if request.best_of and n > request.best_of:
         raise invalid("n", n, f"must be at most best_of, {request.best_of}")
     return n, request.best_of or n
-
-
-def _num_pages(num_prompt: int, max_tokens: int, num_choices: int, page_size: int) -> int:
-    """Of a pool that keeps all tokens: the prompt's full pages once, all others for each answer."""
-    shared = num_prompt // page_size
-    return shared + num_choices * (-(-(num_prompt + max_tokens - 1) // page_size) - shared)
 
 
 def _check_priority(priority: int, tenant: Tenant) -> None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pageferry.router.admission import Limits
 from pageferry.router.candidates import DecodeState, PrefillState
 from pageferry.router.fleet import Fleet
+from pageferry.router.room import Limits
 from pageferry.router.workers import Role, Worker
 from pageferry.v1.inference_pb2 import PriorityLoad, WorkerLoad
 

@@ -18,7 +18,8 @@ from pageferry.core.groups import CacheGroup, full_group
 from pageferry.core.layout import CacheLayout
 from pageferry.core.limits import ModelLimits
 from pageferry.core.model_files import resolve_model
-from pageferry.router.admission import Admission, Limits
+from pageferry.router.admission import Admission
+from pageferry.router.room import Limits
 from pageferry.router.view import WatchGapError, WorkerView
 from pageferry.runtime.convert import layout_from_proto, layout_to_proto, token_from_proto
 from pageferry.runtime.convert_work import work_from_proto

@@ -19,7 +19,8 @@ from pageferry.core.errors import (
 )
 from pageferry.core.model_files import resolve_model, sampling_defaults
 from pageferry.core.tenants import Tenant
-from pageferry.router.admission import Admission, Limits
+from pageferry.router.admission import Admission
+from pageferry.router.room import Limits
 from pageferry.text.tokenizer import Tokenizer, load_tokenizer
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 from pageferry.v1.types_pb2 import BeamSearch, Choices, Grammar, SamplingParams, StopConditions, TokenSequence
