@@ -15,12 +15,13 @@ from pageferry.core.errors import invalid
 from pageferry.core.model_files import load_config_of, resolve_model, sampling_defaults
 from pageferry.oip.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from pageferry.router.fleet import Fleet
-from pageferry.router.frontend import Frontend, Telemetry
+from pageferry.router.frontend import Frontend
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.serving import serve_http
 from pageferry.router.gateway.tls import HttpTls
 from pageferry.router.oip import OIP_SERVICE, OpenInferenceServicer
 from pageferry.router.service import InferenceServicer, authorization_of
+from pageferry.router.telemetry import Telemetry
 from pageferry.runtime.access import check_local
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
 from pageferry.runtime.channels import open_channel

@@ -4,10 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Tracer, set_span_in_context
+from opentelemetry.trace import Span, SpanKind, set_span_in_context
 
 from pageferry.core.config import Config
 from pageferry.core.errors import (
@@ -32,28 +31,17 @@ from pageferry.router.request_span import (
     Timeline,
     attributes_at_start,
     describe_request,
-    describe_usage,
-    set_outcome,
     started_of,
 )
 from pageferry.router.states import limits_of
+from pageferry.router.telemetry import Telemetry
 from pageferry.router.tenant import Caller, Callers
-from pageferry.runtime.metrics import RouterMetrics
-from pageferry.runtime.trace_store import REQUEST_SPAN, TraceStore
+from pageferry.runtime.trace_store import REQUEST_SPAN
 from pageferry.text.tokenizer import Tokenizer
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FinishReason, Usage
+from pageferry.v1.types_pb2 import FinishReason
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
-
-
-@dataclass(frozen=True, slots=True)
-class Telemetry:
-    """Where the router's observations go; `traces` is None where a collector keeps the spans."""
-
-    tracer: Tracer
-    metrics: RouterMetrics
-    traces: TraceStore | None = None
 
 
 class Frontend:
@@ -151,7 +139,8 @@ class Frontend:
             outcome = outcome or why_left(deadline, self.clock())
             raise
         finally:
-            self._end(span, timeline, outcome or InternalError("the request failed", reason="FAILED"))
+            outcome = outcome or InternalError("the request failed", reason="FAILED")
+            self._telemetry.end(span, timeline, outcome, self.clock())
 
     async def _generate(
         self, request: pb.GenerateRequest, caller: Caller, deadline: float | None, timeline: Timeline, span: Span
@@ -171,7 +160,7 @@ class Frontend:
                             yield event
                 finally:
                     account.spend(answers.usage.completion_tokens - num_spent)  # of answers that were not sent
-                    self._count(span, answers.usage)
+                    self._telemetry.count_usage(span, answers.usage)
 
     async def _admit(self, request: pb.GenerateRequest, caller: Caller, timeline: Timeline, span: Span) -> Admitted:
         """All that may refuse a request, what costs least first."""
@@ -184,22 +173,6 @@ class Frontend:
         if admitted.work_id in self._live:
             raise AlreadyExistsError(f"request_id {admitted.request_id!r} is live", reason="REQUEST_ID_LIVE")
         return admitted
-
-    def _count(self, span: Span, usage: Usage) -> None:
-        describe_usage(span, usage)
-        self._telemetry.metrics.count_tokens(
-            prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
-        )
-
-    def _end(self, span: Span, timeline: Timeline, outcome: FinishReason | PageferryError) -> None:
-        now = self.clock()
-        timeline.describe(span, now)
-        for objective, met in timeline.objectives().items():
-            self._telemetry.metrics.count_objective(timeline.profile_name, objective, met=met)
-        self._telemetry.metrics.count_request(set_outcome(span, outcome))
-        span.end()
-        if not isinstance(outcome, PageferryError):
-            self._telemetry.metrics.request_s.observe(now - timeline.arrival)
 
     async def tokenize(self, request: pb.TokenizeRequest, authorization: Sequence[str] = ()) -> pb.TokenizeResponse:
         self.check_caller(authorization).account.count_request()

@@ -1,17 +1,14 @@
 """The life of one answer to an admitted request: queue, workers, retries, text."""
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence as ListLike
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence as ListLike
 from contextlib import AbstractContextManager, aclosing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer, get_current_span, use_span
-from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
-from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.router.admission import Admitted
 from pageferry.router.ask import Ask, Grant
@@ -22,10 +19,11 @@ from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
 from pageferry.router.recovery import Recovery, Retries
 from pageferry.router.request_span import Timeline
+from pageferry.router.telemetry import PastSpans
+from pageferry.router.work import demand_of, work_of
 from pageferry.runtime.convert import finish_to_proto
 from pageferry.runtime.convert_work import work_to_proto
 from pageferry.runtime.metrics import RouterMetrics
-from pageferry.runtime.telemetry import record_span
 from pageferry.text.detokenize import TextStream
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Hypothesis
@@ -69,8 +67,7 @@ class Generation:
         self._admitted = admitted
         self._text = text
         self._span = get_current_span(context)
-        self._context = context
-        self._wall_offset_ns = time.time_ns() - round(serving.clock() * 1e9)
+        self._spans = PastSpans(serving.tracer, context, serving.clock)
         self._output_ids: list[int] = []
         self._num_tries = 0
         self._recovery = Recovery(serving.fleet, serving.metrics, serving.retries, admitted.request_id, self._span)
@@ -131,7 +128,7 @@ class Generation:
             yield pb.Delta(text=tail, choice=self.choice)
 
     def end(self, error: PageferryError) -> None:
-        """Make `events` raise the error at the next chance."""
+        """Make `deltas` raise the error at the next chance."""
         self._error = error
         if self._ask is not None:
             self._serving.dispatcher.fail(self._ask, error)
@@ -139,12 +136,13 @@ class Generation:
             self._current.end(error)
 
     def _demand(self) -> Demand:
-        num_left = self._admitted.stop.max_tokens - len(self._output_ids)
-        num_tokens = len(self._admitted.prompt_ids) + len(self._output_ids)
-        admitted, formats = self._admitted, self._admitted.profile.profile.formats
-        num_beams = 0 if admitted.beam is None else admitted.beam.width
+        """What is left to do, as workers are chosen for it."""
         local_only = self._recovery.local_only
-        return Demand(num_tokens, num_left, local_only, admitted.priority, self._near, formats, num_beams)
+        return demand_of(self._admitted, len(self._output_ids), local_only=local_only, near=self._near)
+
+    def _work(self) -> WorkItem:
+        """The same, as a worker takes it."""
+        return work_of(self._admitted, self._output_ids, choice=self.choice, num_tries=self._num_tries)
 
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens
@@ -208,17 +206,12 @@ class Generation:
         except UnavailableError as error:
             raise self._recovery.with_cause(error) from error
         finally:
-            self._record("queue", enqueued, grant.began if grant is not None else self._clock(), {})
+            self._spans.record("queue", enqueued, grant.began if grant is not None else self._clock(), {})
         if self.timeline.first_token is None:
             self.timeline.parts.queue_ms += (grant.ended - enqueued) * 1000
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
-        self._record("route", grant.began, grant.ended, attributes)
+        self._spans.record("route", grant.began, grant.ended, attributes)
         return grant
-
-    def _record(self, name: str, began: float, ended: float, attributes: Mapping[str, AttributeValue]) -> None:
-        """A span from one time of the clock to another."""
-        began_ns, ended_ns = (round(moment * 1e9) + self._wall_offset_ns for moment in (began, ended))
-        record_span(self._serving.tracer, name, self._context, began_ns, ended_ns, attributes)
 
     def _attempt(self, grant: Grant, deadline: float | None) -> Attempt:
         self._num_tries += 1
@@ -232,33 +225,6 @@ class Generation:
             max_unread_tokens=max(1, self._serving.max_unread_tokens // self._admitted.num_choices),
             in_context=self._in_context,
         )
-
-    def _work(self) -> WorkItem:
-        """What is left to do, as a worker takes it."""
-        admitted = self._admitted
-        # A worker may still be ending the try before, under the id that it had.
-        retry = f".{self._num_tries}" if self._num_tries > 1 else ""
-        choice = f"/{self.choice}" if self.choice else ""
-        return WorkItem(
-            request_id=admitted.work_id + choice + retry,
-            prompt_ids=admitted.prompt_ids,
-            output_ids=tuple(self._output_ids),
-            sampling=self._sampling(),
-            stop=admitted.stop,
-            choice=self.choice,
-            priority=admitted.priority,
-            cache_salt=admitted.cache_salt,
-            speculate=admitted.profile.profile.speculation,
-            profile=admitted.profile.name,
-            beam=admitted.beam,
-        )
-
-    def _sampling(self) -> SamplingParams:
-        """Those of the prompt are told once, with the first token of the first answer."""
-        sampling = self._admitted.sampling
-        if sampling.num_prompt_logprobs is None or not (self.choice or self._output_ids):
-            return sampling
-        return replace(sampling, num_prompt_logprobs=None)
 
     def _in_context(self) -> AbstractContextManager[object]:
         return use_span(self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False)

@@ -24,7 +24,8 @@ from pageferry.core.groups import full_group
 from pageferry.core.layout import CacheLayout
 from pageferry.core.model_files import load_config_of, resolve_model
 from pageferry.router.fleet import Fleet
-from pageferry.router.frontend import Frontend, Telemetry
+from pageferry.router.frontend import Frontend
+from pageferry.router.telemetry import Telemetry
 from pageferry.router.workers import Role
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto

@@ -1,0 +1,55 @@
+"""What the router observes of a request as a whole, on its span and in its metrics, and spans of its parts."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, Tracer
+from opentelemetry.util.types import AttributeValue
+
+from pageferry.core.errors import PageferryError
+from pageferry.router.request_span import Timeline, describe_usage, set_outcome
+from pageferry.runtime.metrics import RouterMetrics
+from pageferry.runtime.telemetry import record_span
+from pageferry.runtime.trace_store import TraceStore
+from pageferry.v1.types_pb2 import FinishReason, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """Where observations go; `traces` is None where a collector keeps the spans."""
+
+    tracer: Tracer
+    metrics: RouterMetrics
+    traces: TraceStore | None = None
+
+    def count_usage(self, span: Span, usage: Usage) -> None:
+        describe_usage(span, usage)
+        self.metrics.count_tokens(
+            prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
+        )
+
+    def end(self, span: Span, timeline: Timeline, outcome: FinishReason | PageferryError, now: float) -> None:
+        """The request is over: of those that fail, no duration is counted."""
+        timeline.describe(span, now)
+        for objective, met in timeline.objectives().items():
+            self.metrics.count_objective(timeline.profile_name, objective, met=met)
+        self.metrics.count_request(set_outcome(span, outcome))
+        span.end()
+        if not isinstance(outcome, PageferryError):
+            self.metrics.request_s.observe(now - timeline.arrival)
+
+
+class PastSpans:
+    """Spans of what is over, as children of a context's span."""
+
+    def __init__(self, tracer: Tracer, context: Context, clock: Callable[[], float]) -> None:
+        self._tracer = tracer
+        self._context = context
+        self._wall_offset_ns = time.time_ns() - round(clock() * 1e9)
+
+    def record(self, name: str, began: float, ended: float, attributes: Mapping[str, AttributeValue]) -> None:
+        """From one time of the clock to another."""
+        began_ns, ended_ns = (round(moment * 1e9) + self._wall_offset_ns for moment in (began, ended))
+        record_span(self._tracer, name, self._context, began_ns, ended_ns, attributes)
