@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pageferry.core.errors import PageferryError
 from pageferry.oip import open_inference_pb2 as oip
 from pageferry.router.oip_request import FINISH_REASON, TEXT_OUTPUT, VERSION, Inference, bytes_element
+from pageferry.router.request_span import finish_name
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FinishReason
 
 _IS_LAST = "triton_final_response"
 _Parameters = dict[str, oip.InferParameter]
@@ -41,7 +41,7 @@ class Reply:
         return self._part(delta.choice, {TEXT_OUTPUT: [delta.text]}) if delta.text else None
 
     def _choice_finished(self, choice: pb.ChoiceFinished) -> oip.ModelInferResponse | None:
-        reason = self._reasons[choice.choice] = _name(choice.reason)
+        reason = self._reasons[choice.choice] = finish_name(choice.reason)
         if not self._inference.stream:
             return None
         return self._part(choice.choice, {TEXT_OUTPUT: [""], FINISH_REASON: [reason]})
@@ -54,7 +54,7 @@ class Reply:
                 for name in ("prompt_tokens", "completion_tokens", "cached_tokens")
             },
         }
-        self._reasons[0] = _name(finished.reason)
+        self._reasons[0] = finish_name(finished.reason)
         if not self._inference.stream:
             return self._answer({TEXT_OUTPUT: self._texts, FINISH_REASON: self._reasons}, parameters)
         parameters[_IS_LAST] = oip.InferParameter(bool_param=True)
@@ -93,7 +93,3 @@ def failure(request: oip.ModelInferRequest, error: PageferryError) -> oip.ModelS
         answer.parameters["retry_after_ms"].int64_param = error.retry_after_ms
     answer.parameters[_IS_LAST].bool_param = True
     return oip.ModelStreamInferResponse(error_message=f"{error.code}: {error.message}", infer_response=answer)
-
-
-def _name(reason: FinishReason) -> str:
-    return FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

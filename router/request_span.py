@@ -76,7 +76,7 @@ def describe_usage(span: Span, usage: Usage) -> None:
 
 
 def finish_name(reason: FinishReason) -> str:
-    """The reason's name, "stop" or "length"."""
+    """The reason's name: "stop", "length" or "repetition"."""
     return FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 

@@ -15,7 +15,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _HARMLESS = (*HARMLESS, "max_tool_calls")
 _NEUTRAL = NEUTRAL | {
-    **dict.fromkeys(("conversation", "max_tokens", "n", "previous_response_id", "prompt", "reasoning")),
+    **dict.fromkeys(("conversation", "previous_response_id", "prompt", "reasoning")),
     "background": False,
     "truncation": "disabled",
 }

@@ -19,15 +19,8 @@ _REFRESH_S = 0.5
 _WORKER_HEADINGS = ("WORKER", "ADDRESS", "STATE", "RUNNING", "WAITING", "TICKETS", "TOKENS")
 _POOL_HEADINGS = ("PAGES", "TOTAL", "FREE", "CACHED", "RESERVED", "RESIDENT", "LAYERS")
 _PROFILE_HEADINGS = ("PROFILE", "IN EFFECT", "QUEUED", "RUNNING")
-_TEXTS = {
-    "WORKER",
-    "ADDRESS",
-    "STATE",
-    "PAGES",
-    "LAYERS",
-    "PROFILE",
-    "IN EFFECT",
-}  # the rest are numbers, and stand to the right
+# The rest are numbers, and stand to the right.
+_TEXTS = {"WORKER", "ADDRESS", "STATE", "PAGES", "LAYERS", "PROFILE", "IN EFFECT"}
 _EPILOG = (
     "TICKETS: hand-offs awaited. TOKENS, since the worker's start: of prompts on a prefill worker, generated on a "
     "decode worker. PAGES of each cache group, whose number is `pool` in metrics: FREE ones hold nothing; CACHED ones "
