@@ -36,7 +36,8 @@ def parse_chat(body: bytes, reading: Reading) -> Parsed:
         if request.stop.HasField("max_tokens") and request.stop.max_tokens != limit:
             fields.refuse("max_completion_tokens", "differs from max_tokens; set one of them")
         request.stop.max_tokens = limit
-        fields.sets("stop.max_tokens", "max_completion_tokens")
+        for of_contract in ("stop.max_tokens", "max_tokens"):
+            fields.sets(of_contract, "max_completion_tokens")
     request.chat.messages.extend(read_messages(fields))
     tools = function_tools(fields, nested=True)
     set_tools(request.chat, tools)
@@ -44,6 +45,8 @@ def parse_chat(body: bytes, reading: Reading) -> Parsed:
     top_logprobs = fields.integer("top_logprobs")
     if fields.flag("logprobs"):
         request.sampling.logprobs = top_logprobs or 0
+        if top_logprobs is not None:
+            fields.sets("logprobs", "top_logprobs")
     elif top_logprobs:
         fields.refuse("top_logprobs", "needs logprobs to be true")
     streaming = read_streaming(fields)

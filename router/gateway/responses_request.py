@@ -31,8 +31,9 @@ def parse_responses(body: bytes, reading: Reading) -> Parsed:
         if fields.get(name) is not None:
             fields.refuse(name, "is not a field of /v1/responses", reason="UNKNOWN_FIELD")
     request = read_generation(fields)
-    for of_contract, name in (("chat", "input"), ("stop.max_tokens", "max_output_tokens")):
-        fields.sets(of_contract, name)
+    fields.sets("chat", "input")
+    for of_contract in ("stop.max_tokens", "max_tokens"):
+        fields.sets(of_contract, "max_output_tokens")
     if (limit := fields.integer("max_output_tokens")) is not None:
         request.stop.max_tokens = limit
     if (instructions := fields.text("instructions")) is not None:
@@ -114,5 +115,7 @@ def _read_logprobs(fields: Fields, sampling: types.SamplingParams) -> None:
     top_logprobs = fields.integer("top_logprobs")
     if included:
         sampling.logprobs = top_logprobs or 0
+        if top_logprobs is not None:
+            fields.sets("logprobs", "top_logprobs")
     elif top_logprobs:
         fields.refuse("top_logprobs", f"needs include to hold {_LOGPROBS}")

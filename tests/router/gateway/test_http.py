@@ -160,15 +160,23 @@ async def test_an_error_names_the_field_as_the_body_does(field: str, param: str)
     assert (error["param"], error["message"]) == (param, f"{param} is 9, must be less")
 
 
+LOGPROBS = "message.output_text.logprobs"
+
+
 @pytest.mark.parametrize(
     ("path", "fields", "field", "param"),
     [
         ("chat/completions", {"max_completion_tokens": 9}, "stop.max_tokens", "max_completion_tokens"),
+        ("chat/completions", {"max_completion_tokens": 9}, "max_tokens", "max_completion_tokens"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "logprobs", "top_logprobs"),
+        ("chat/completions", {"logprobs": True}, "logprobs", "logprobs"),
         ("chat/completions", {"guided_regex": "("}, "grammar.regex", "guided_regex"),
         ("chat/completions", {"structured_outputs": {"json": "1"}}, "grammar.json_schema", "structured_outputs.json"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "grammar", "response_format"),
         ("responses", {"text": {"format": {"type": "json_object"}}}, "grammar.json_object", "text.format"),
         ("responses", {}, "stop.max_tokens", "max_output_tokens"),
+        ("responses", {}, "max_tokens", "max_output_tokens"),
+        ("responses", {"include": [LOGPROBS], "top_logprobs": 21}, "logprobs", "top_logprobs"),
         ("responses", {}, "chat", "input"),
     ],
 )
