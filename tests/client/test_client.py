@@ -87,7 +87,9 @@ async def test_options_become_the_fields_of_the_contract() -> None:
         of_chat = {"tools": [tool], "template_variables": {"x": 1}, "continue_last": True}
         counts = {"n": 2, "best_of": 4, "max_repeats": 3, "prompt_logprobs": 0, "profile": "quality"}
         await client.generate(messages, **of_chat, **counts, bad_words="no", logit_bias={7: -100}).result()
-        await client.generate("a", echo=True, json_schema={"type": "object"}, bad_words=["a", "b"]).result()
+        await client.generate(
+            "a", echo=True, json_schema={"type": "object"}, bad_words=["a", "b"], banned=[[1, 2], (3,)]
+        ).result()
         await client.generate("a", beam_width=3, length_penalty=0.5, early_stopping="never").result()
         for grammar in ({"json_schema": "{}"}, {"json_object": True}, {"regex": "a+"}, {"lark": "start: /a/"}):
             await client.generate("a", **grammar).result()
@@ -106,7 +108,7 @@ async def test_options_become_the_fields_of_the_contract() -> None:
     assert chat.sampling.HasField("prompt_logprobs")
     assert (dict(chat.sampling.logit_bias), list(chat.bad_words)) == ({7: -100}, ["no"])
     assert (text.echo, text.sampling.grammar.json_schema) == (True, '{"type": "object"}')
-    assert list(text.bad_words) == ["a", "b"]
+    assert (list(text.bad_words), [list(each.ids) for each in text.sampling.banned]) == (["a", "b"], [[1, 2], [3]])
     assert (beam.beam.width, beam.beam.length_penalty, beam.beam.early_stopping) == (3, 0.5, types.EARLY_STOPPING_NEVER)
     assert [request.sampling.grammar.WhichOneof("kind") for request in grammars] == [
         *("json_schema", "json_object", "regex", "lark", "choices")
@@ -120,6 +122,8 @@ async def test_options_become_the_fields_of_the_contract() -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias must map token ids"),
         ({"logit_bias": [1]}, "logit_bias must map token ids"),
         ({"bad_words": [1]}, "bad_words must be a list, and each of it a string"),
+        ({"banned": [[1], [-1]]}, r"banned\[1\] must be a list, and each of it a whole number from 0"),
+        ({"banned": [1]}, r"banned\[0\] must be a list"),
         ({"n": -1}, "n is -1, must be a whole number from 0"),
         ({"regex": "a", "choices": ["a"]}, "choices must not be given together with regex"),
         ({"json_schema": {"a": object()}}, "json_schema must be what JSON can hold"),

@@ -48,6 +48,7 @@ class Options(TypedDict, total=False):
     seed: int  # the same seed draws the same tokens; the router draws one if there is none
     logit_bias: Mapping[int, float]  # added to the logits of token ids
     bad_words: str | Sequence[str]  # texts that must not be generated
+    banned: Sequence[Sequence[int]]  # token ids that must not come in this order
     logprobs: int  # likeliest tokens to report beside each sampled one
     prompt_logprobs: int  # the same for the prompt's tokens
     json_schema: str | Mapping[str, Any]  # the answer is JSON that matches it; of the next five, one at most
@@ -96,6 +97,8 @@ def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     _extend(request.stop.stop_token_ids, "stop_token_ids", given.pop("stop_token_ids", None) or (), _TOKEN_ID)
     _extend(request.bad_words, "bad_words", _texts(given.pop("bad_words", None) or ()), "a string")
     _set_bias(request.sampling, given.pop("logit_bias", None) or {})
+    for index, token_ids in enumerate(given.pop("banned", None) or ()):
+        _extend(request.sampling.banned.add().ids, f"banned[{index}]", token_ids, _TOKEN_ID)
     _set_grammar(request.sampling, given)
     _set_beam(request, given)
     _set_input(request, prompt, given)
