@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pageferry.core.beam import Hypothesis
 from pageferry.core.decode_scheduler import DecodeScheduler
-from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError, ResourceExhaustedError
+from pageferry.core.errors import DeadlineExceededError, PageferryError, ResourceExhaustedError
 from pageferry.core.handoff import TicketTable
 from pageferry.core.plan import Emitted, Ended, Output, Plan, Runner, SampledToken, StepResult
 from pageferry.core.pools import PagePools
@@ -205,4 +205,4 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
 def _error(ended: Ended) -> PageferryError:
     if ended.failure == "deadline":
         return DeadlineExceededError(f"the deadline passed after {ended.sequence.num_output} tokens")
-    return InternalError(ended.failure, reason="STEP_FAILED")
+    return ended.error("STEP_FAILED")

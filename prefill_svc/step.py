@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError
+from pageferry.core.errors import DeadlineExceededError, PageferryError
 from pageferry.core.layout import PageKey, Place
 from pageferry.core.plan import Chunk, Emitted, Ended, Plan, Runner, SampledToken, StepResult
 from pageferry.core.pools import PagePools
@@ -114,7 +114,7 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
     def _end(self, ended: Ended, now: float) -> None:
         """Without a token."""
         self._shipped.pop(ended.sequence, None)
-        error: PageferryError = InternalError(ended.failure, reason="SAMPLING_FAILED")
+        error = ended.error("SAMPLING_FAILED")
         if ended.failure == "deadline":
             error = DeadlineExceededError("the deadline passed before the first token was drawn")
         self._pending.append(Failed(ended.sequence, error))

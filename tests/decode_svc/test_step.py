@@ -20,7 +20,7 @@ from pageferry.core.errors import (
 )
 from pageferry.core.handoff import TicketTable
 from pageferry.core.layout import CacheLayout, PageKey
-from pageferry.core.plan import Emitted, SampledToken
+from pageferry.core.plan import NO_TOKEN, Emitted, SampledToken
 from pageferry.core.pools import PagePools
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.decode_svc.desk import Places
@@ -341,6 +341,15 @@ def test_a_preempted_request_goes_on_without_a_repeated_token(layout: CacheLayou
     done = {event.sequence: event.figures for event in events if isinstance(event, Completed)}
     assert done[sequences[1]].num_preemptions > 0
     assert bench.step.load().preemptions == sum(figures.num_preemptions for figures in done.values())
+    assert bench.is_idle()
+
+
+def test_a_request_that_leaves_no_token_is_told_that_it_is_to_blame() -> None:
+    bench = Bench()
+    bench.runner.failures["bad", 2] = f"{NO_TOKEN} at position 2: nothing is left by what is banned"
+    bench.hand_off("bad", range(B), max_tokens=4)
+    error = failure_of(bench.run())
+    assert (type(error), error.reason) == (InvalidArgumentError, "NO_TOKEN_LEFT")
     assert bench.is_idle()
 
 

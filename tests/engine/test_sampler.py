@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from pageferry.core.errors import InvalidArgumentError
 from pageferry.core.limits import ModelLimits
-from pageferry.core.plan import SampledToken, SampleFailure
+from pageferry.core.plan import NO_TOKEN, SampledToken, SampleFailure
 from pageferry.core.sampling import Grammar, GrammarKind, SamplingParams, StopParams
 from pageferry.core.sequence import FinishReason, Sequence, WorkItem
 from pageferry.engine.draw import uniform
@@ -353,6 +353,7 @@ def test_a_grammar_that_breaks_off_fails_its_sequence_alone() -> None:
 def test_a_grammar_and_bans_that_leave_nothing_fail_with_both_named() -> None:
     (result,) = sample(rows(1), [constrained(Allows({4}), banned=((4,),))])
     assert isinstance(result, SampleFailure)
+    assert result.message.startswith(NO_TOKEN)
     assert "the grammar and what is banned" in result.message
 
 

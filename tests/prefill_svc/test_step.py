@@ -9,6 +9,7 @@ from handoff_bench import is_idle
 from pageferry.core.config import SchedulerConfig
 from pageferry.core.errors import DeadlineExceededError, InternalError, InvalidArgumentError, ResourceExhaustedError
 from pageferry.core.layout import CacheLayout, PageKey, Place
+from pageferry.core.plan import NO_TOKEN
 from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import FinishReason, Sequence
@@ -183,6 +184,17 @@ def test_a_failed_draw_fails_its_own_sequence_alone() -> None:
     (drawn,) = (event for event in events if isinstance(event, Drawn))
     assert (failed.sequence, drawn.sequence) == (bad, good)
     assert isinstance(failed.error, InternalError)
+    bench.release(events)
+    assert bench.is_idle()
+
+
+def test_a_request_that_leaves_no_token_is_told_that_it_is_to_blame() -> None:
+    bench = Bench(chunk_tokens=8 * B)
+    bench.runner.failures["bad", 0] = f"{NO_TOKEN} at position 0: nothing is left by what is banned"
+    bench.add("bad", range(B))
+    events = bench.run()
+    (failed,) = (event for event in events if isinstance(event, Failed))
+    assert (type(failed.error), failed.error.reason) == (InvalidArgumentError, "NO_TOKEN_LEFT")
     bench.release(events)
     assert bench.is_idle()
 

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from pageferry.core.beam import Beam, BeamSearch, Candidates
 from pageferry.core.page_tables import PageTables
-from pageferry.core.plan import Ended
+from pageferry.core.plan import NO_TOKEN, Ended
 from pageferry.core.sequence import Sequence, SequenceStatus
 
 
@@ -110,5 +110,5 @@ class BeamGroups:
 
 def _ended(root: Sequence, search: BeamSearch) -> Ended:
     if not search.hypotheses:
-        return Ended(root, failure="no token may follow any beam")
+        return Ended(root, failure=f"{NO_TOKEN} any beam")
     return Ended(root, search.hypotheses[0].reason, hypotheses=tuple(search.hypotheses))

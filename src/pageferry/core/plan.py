@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pageferry.core.beam import Hypothesis
+from pageferry.core.errors import InternalError, InvalidArgumentError, PageferryError
 from pageferry.core.layout import Place
 from pageferry.core.sequence import FinishReason, Sequence
+
+NO_TOKEN = "no token may follow"  # how a failure begins that is the request's own doing, by bans or its grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,12 @@ class Ended:
     reason: FinishReason | None = None
     failure: str = ""
     hypotheses: tuple[Hypothesis, ...] = ()  # of a beam search, best first
+
+    def error(self, reason: str) -> PageferryError:
+        """What a failure is to the caller; `reason` says where it came about, unless the request is to blame."""
+        if self.failure.startswith(NO_TOKEN):
+            return InvalidArgumentError(self.failure, reason="NO_TOKEN_LEFT")
+        return InternalError(self.failure, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pageferry.core.beam import num_candidates
-from pageferry.core.plan import SampledToken, SampleFailure
+from pageferry.core.plan import NO_TOKEN, SampledToken, SampleFailure
 from pageferry.core.sampling import SamplingParams
 from pageferry.engine.adjust import SampleRow, adjust, is_adjusted
 from pageferry.engine.candidates import Candidates, Filters, Mask, gather, kept_weights, likeliest, probable
@@ -55,7 +55,7 @@ class Sampler:
             if is_adjusted(one.sequence):
                 token_ids[row], why = adjust(numbers[row], one)
                 if why:
-                    results.append(SampleFailure(f"no token may follow at position {one.position}: {why}"))
+                    results.append(SampleFailure(f"{NO_TOKEN} at position {one.position}: {why}"))
                     continue
             params = one.sequence.work.sampling
             if not params.is_greedy:
@@ -207,5 +207,5 @@ def _continuations(row: Floats, one: SampleRow) -> SampledToken | SampleFailure:
     ids = ids[np.argsort(-row[ids], kind="stable")]
     top = tuple(pair for pair in zip(ids.tolist(), row[ids].tolist(), strict=True) if pair[1] > -math.inf)
     if not top:
-        return SampleFailure(f"no token may follow at position {one.position}")
+        return SampleFailure(f"{NO_TOKEN} at position {one.position}")
     return SampledToken(top[0][0], top=top)
