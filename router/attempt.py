@@ -8,29 +8,16 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
-from pageferry.core.errors import InternalError, PageferryError, ResourceExhaustedError, UnavailableError
+from pageferry.core.errors import InternalError, PageferryError, ResourceExhaustedError
 from pageferry.router.ask import Grant
-from pageferry.router.failures import (
-    DecodeLostError,
-    PrefillFailedError,
-    RefusedError,
-    may_differ_elsewhere,
-    means_broken,
-    means_draining,
-    means_gone,
-    means_no_room,
-)
 from pageferry.router.feed import FedCall
 from pageferry.router.merged_calls import Item, MergedCalls
 from pageferry.router.policy import Source
+from pageferry.router.progress import Progress
 from pageferry.router.request_span import Timeline, TryTimes
 from pageferry.router.workers import Role, Worker
 from pageferry.v1 import decode_pb2, prefill_pb2, types_pb2 as types
 
-# How long the other worker's word is waited for, once one of them has failed: each knows why a hand-off broke, or is
-# what broke it, and the decode worker may have had its commit before the prefill worker died.
-CAUSE_S = 0.2
-COMMIT_S = 0.5
 # How long calls whose work is done are given to end by themselves: the last figures come so, and their spans end well.
 END_S = 0.2
 
@@ -58,25 +45,19 @@ class Attempt:
         self._grant = grant
         workers = ((Role.PREFILL, grant.prefill), (Role.DECODE, grant.decode))
         self._workers = {role: worker for role, worker in workers if worker is not None}
-        self._identities = {role: worker.view.identity for role, worker in self._workers.items()}
         self._source = grant.route.source
+        self._progress = Progress(self._source, self._workers)
         self._work = work
         self._times = TryTimes(timeline)
         self._timeout_s = timeout_s
         self._max_unread_tokens = max_unread_tokens
         self._in_context = in_context
         self._calls: MergedCalls[Role] = MergedCalls()
-        self._open: set[Role] = set()  # calls that have not ended
-        self._ended: set[Role] = set()
         self._awaited: set[Role] = set()  # calls that should still end by themselves, once `finish` is set
-        self._patience_s: float | None = None  # for the next message
         self._clock = clock
         self._began = clock()
         self._fed: FedCall | None = None  # the decode call, where its worker's feed is live
-        self._reserved = self._first_token_seen = self._shipped = False
-        self._num_decoded = 0
         self._early: list[types.GeneratedToken] = []  # that wait for the first token, which tells of the prompt
-        self._failure: PageferryError | None = None  # of one worker, while the other's word is waited for
 
     async def tokens(self) -> AsyncGenerator[Tokens, None]:
         """Batches as they come; a token may come twice, once from each worker.
@@ -91,8 +72,8 @@ class Attempt:
                 self._call_prefill(None)
             else:
                 self._call_decode()
-            while not self.finish or self._open & self._awaited:
-                item = await self._calls.get(self._patience_s)
+            while not self.finish or self._progress.open & self._awaited:
+                item = await self._calls.get(self._progress.patience_s)
                 if item is None:
                     self._on_silence()
                 elif tokens := self._take(item):
@@ -109,7 +90,7 @@ class Attempt:
     @property
     def has_decoded(self) -> bool:
         """Whether the decode worker has drawn a token of its own: the prompt's pages can be found there by then."""
-        return self._num_decoded > (self._source is Source.PUSHED)
+        return self._progress.num_decoded > (self._source is Source.PUSHED)
 
     @property
     def decode_address(self) -> str:
@@ -126,7 +107,7 @@ class Attempt:
         self._fed = self._decode.feed.join(self._keep)
         if self._fed is not None:
             request.subscription, request.call = self._fed.subscription, self._fed.number
-        self._open.add(Role.DECODE)
+        self._progress.open.add(Role.DECODE)
         with self._in_context():
             call = self._decode.decode.Decode(request, timeout=self._timeout_s)
         self._calls.add(Role.DECODE, call, self._fed.own_messages(call) if self._fed is not None else None)
@@ -140,7 +121,7 @@ class Attempt:
 
     def _call_prefill(self, target: prefill_pb2.HandoffTarget | None) -> None:
         request = prefill_pb2.PrefillRequest(work=self._work, target=target)
-        self._open.add(Role.PREFILL)
+        self._progress.open.add(Role.PREFILL)
         with self._in_context():
             self._calls.add(Role.PREFILL, self._prefill.prefill.Prefill(request, timeout=self._timeout_s))
 
@@ -154,11 +135,7 @@ class Attempt:
 
     def _take(self, item: Item[Role]) -> Tokens:
         if item.message is None:
-            is_known = item.name in self._ended  # a worker that is given up may have a word of its own yet
-            self._open.discard(item.name)
-            self._ended.add(item.name)
-            if not self.finish and not is_known:
-                self._on_prefill_end(item.error) if item.name is Role.PREFILL else self._on_decode_end(item.error)
+            self._progress.on_end(item.name, item.error, is_over=bool(self.finish))
             return self._take_early() if item.name is Role.PREFILL else ()
         if isinstance(item.message, decode_pb2.CallEvents):
             return self._on_feed(item.message)
@@ -175,7 +152,7 @@ class Attempt:
             case "first_token":
                 return self._on_first_token(item.message.first_token)
             case "shipped":
-                self._shipped = True
+                self._progress.is_shipped = True
                 self._times.shipped(item.message.shipped)
         return ()
 
@@ -186,7 +163,7 @@ class Attempt:
         return tokens
 
     def _on_reserved(self, reserved: decode_pb2.Reserved) -> None:
-        self._reserved = True
+        self._progress.is_reserved = True
         if self._grant.decode_work is not None:
             self._grant.decode_work.accepted = True
         if self._source is Source.LOCAL:
@@ -203,25 +180,22 @@ class Attempt:
 
     def _on_tokens(self, message: decode_pb2.Tokens | decode_pb2.CallEvents) -> Tokens:
         self._note_prompt(message)
-        self._num_decoded += len(message.tokens)
-        if self._failure is not None and Role.DECODE not in self._ended:
-            # The commit has come through, whatever became of the prefill worker.
-            self._failure, self._patience_s = None, None
+        self._progress.on_tokens(len(message.tokens))
         if self._awaits_prompt:
             self._early += message.tokens
-            return () if Role.PREFILL in self._open else self._take_early()
+            return () if Role.PREFILL in self._progress.open else self._take_early()
         return message.tokens
 
     @property
     def _awaits_prompt(self) -> bool:
         """Whether the prefill worker is to tell of the prompt, as nobody else can, and has not yet."""
         is_told = self._source is Source.PUSHED and self._work.sampling.HasField("prompt_logprobs")
-        return is_told and not self._first_token_seen
+        return is_told and not self._progress.has_first_token
 
     def _take_early(self) -> Tokens:
         if self._early and self._awaits_prompt:
             message = f"prefill worker {self._prefill.address} ended without a word on the prompt"
-            raise self._prefill_failed(InternalError(message, reason="NO_PROMPT_LOGPROBS"))
+            raise self._progress.prefill_failed(InternalError(message, reason="NO_PROMPT_LOGPROBS"))
         tokens, self._early = self._early, []
         return tokens
 
@@ -230,7 +204,7 @@ class Attempt:
             self.prompt_logprobs = message.prompt_logprobs
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> Tokens:
-        self._first_token_seen = True
+        self._progress.has_first_token = True
         self._note_prompt(first)
         self._times.prefilled(first)
         if first.finish_reason:
@@ -246,48 +220,11 @@ class Attempt:
 
     def _finish(self, reason: types.FinishReason, *awaited: Role) -> None:
         self.finish = reason
-        self._awaited, self._patience_s = set(awaited), END_S
+        self._awaited, self._progress.patience_s = set(awaited), END_S
 
     def _on_silence(self) -> None:
         """What was waited for did not come in time."""
         if self.finish:
             self._awaited.clear()
-        elif self._failure is not None:
-            raise self._prefill_failed(self._failure)
-
-    def _prefill_failed(self, error: PageferryError) -> PrefillFailedError:
-        return PrefillFailedError(self._prefill, self._identities[Role.PREFILL], error)
-
-    def _on_prefill_end(self, error: PageferryError | None) -> None:
-        if error is None:
-            if self._first_token_seen:
-                return
-            error = InternalError(f"prefill worker {self._prefill.address} ended its stream without a token")
-        if self._num_decoded or self._shipped:
-            return  # it has done all that it is for
-        if (means_no_room(error) or means_draining(error)) and not self._first_token_seen:
-            raise RefusedError(self._prefill, error)
-        if not may_differ_elsewhere(error):
-            raise error
-        if self._failure is not None:  # the decode worker's word says more than that the prefill worker's call broke
-            raise self._prefill_failed(self._failure if means_gone(error) else error)
-        if self._first_token_seen:  # the commit may have come through all the same
-            self._failure, self._patience_s = error, COMMIT_S
-        elif means_gone(error) and Role.DECODE in self._open:  # or is it the decode worker that is gone?
-            self._failure, self._patience_s = error, CAUSE_S
-        else:
-            raise self._prefill_failed(error)
-
-    def _on_decode_end(self, error: PageferryError | None) -> None:
-        if error is None:
-            error = InternalError(f"decode worker {self._decode.address} ended its stream without a result")
-        if not self._reserved and (means_no_room(error) or isinstance(error, UnavailableError)):
-            raise RefusedError(self._decode, error)
-        if not means_broken(error):
-            raise error
-        if self._source is Source.LOCAL or self._num_decoded or self._shipped or means_gone(error):
-            raise DecodeLostError(self._decode, self._identities[Role.DECODE], error)
-        if self._failure is not None or Role.PREFILL not in self._open:
-            known = self._failure
-            raise self._prefill_failed(error if known is None or means_gone(known) else known)
-        self._failure, self._patience_s = error, CAUSE_S
+        elif self._progress.failure is not None:
+            raise self._progress.prefill_failed(self._progress.failure)

@@ -17,7 +17,7 @@ from pageferry.core.errors import (
     PageferryError,
     UnavailableError,
 )
-from pageferry.router import attempt
+from pageferry.router import progress
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import decode_pb2, inference_pb2 as pb, types_pb2 as types
 
@@ -157,7 +157,7 @@ async def test_a_worker_that_dies_before_its_first_token_is_not_the_prefill_work
 async def test_nor_is_it_where_the_prefill_worker_is_the_first_to_tell(
     router: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attempt, "CAUSE_S", 60)
+    monkeypatch.setattr(progress, "CAUSE_S", 60)
     router.prefill.compute.clear()
     reading = asyncio.create_task(router.generate(ask(5)))
     await router.prefill.accepted.wait()
@@ -176,7 +176,7 @@ async def test_nor_is_it_where_the_prefill_worker_is_the_first_to_tell(
 async def test_the_worker_that_says_why_a_hand_off_broke_is_believed(
     router: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(attempt, "CAUSE_S", 60)
+    monkeypatch.setattr(progress, "CAUSE_S", 60)
     router.prefill.push_failure = UnavailableError("push ended while it was written to", reason="STREAM_BROKEN")
     assert (await router.generate(ask(5))).token_ids == TOKENS[:5]
     (failed,) = [record.pageferry_fields for record in caplog.records if record.getMessage() == "prefill_failed"]
