@@ -14,7 +14,7 @@ from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, PageferryError, invalid
+from pageferry.core.errors import FailedPreconditionError, FieldViolation, InvalidArgumentError, PageferryError, invalid
 from pageferry.core.sampling import Grammar, GrammarKind
 from pageferry.text.tokenizer import Tokenizer
 
@@ -195,8 +195,9 @@ def _multiples(schema: object) -> Iterator[int]:
 
 
 def _refused(grammar: Grammar, why: str) -> InvalidArgumentError:
-    field = f"grammar.{grammar.kind.value}"
-    return invalid(field, f"{len(grammar.text)} characters", f"can't be compiled: {_first_line(why)}")
+    field, description = f"grammar.{grammar.kind.value}", f"can't be compiled: {_first_line(why)}"
+    violations = (FieldViolation(field, description),)
+    return InvalidArgumentError(f"{field} {description}", reason="INVALID_FIELD", violations=violations)
 
 
 def _first_line(text: str) -> str:
