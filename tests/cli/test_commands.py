@@ -72,6 +72,14 @@ def several() -> tuple[fake.Step, ...]:
     return (fake.started(), *deltas, *(pb.GenerateResponse(choice_finished=end) for end in ends), fake.finished())
 
 
+async def test_no_number_of_answers_is_one_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_inference.serving() as (address, _):
+        assert await run("generate", "a", "--address", address) == 0
+        plain = capsys.readouterr().out
+        assert await run("generate", "a", "--n", "0", "--address", address) == 0
+    assert capsys.readouterr().out == plain
+
+
 async def test_several_answers_are_printed_one_after_the_other(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

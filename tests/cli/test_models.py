@@ -74,6 +74,11 @@ def test_what_is_asked_for_is_planned(tiny_model: Path, capsys: pytest.CaptureFi
     assert "memory needed: weights" in report["problems"][0]
 
 
+def test_memory_that_no_machine_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "inspect", "smollm2", "--memory-mb", "-4"]) == 1
+    assert capsys.readouterr().err == "error: --memory-mb is -4, must be at least 1\n"
+
+
 def test_a_directory_is_told(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
     change(copied / "config.json", rope_scaling=yarn, vocab_size=320, torch_dtype="float32")

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def stream_answer(client: Client, prompt: Prompt, options: Options, *, quiet: bool = False) -> Result:
     """Generate, and print the text unless `quiet`: as it comes, or of several answers each one whole."""
-    is_one = options.get("n", 1) == 1
+    is_one = options.get("n", 1) in (0, 1)  # 0 is the default
     async with client.generate(prompt, **options) as generation:
         if not quiet and is_one:
             try:

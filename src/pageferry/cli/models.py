@@ -9,7 +9,7 @@ from typing import Any
 
 from pageferry.cli.model_report import Asked, ModelReport, inspect
 from pageferry.core.available import available_bytes
-from pageferry.core.errors import PageferryError
+from pageferry.core.errors import PageferryError, invalid
 from pageferry.core.model_files import packaged_models, resolve_model
 
 _MB = 10**6
@@ -45,6 +45,8 @@ def run_list(_: argparse.Namespace) -> int:
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
+    if arguments.memory_mb is not None and arguments.memory_mb < 1:
+        raise invalid("--memory-mb", arguments.memory_mb, "must be at least 1")
     room = available_bytes() if arguments.memory_mb is None else arguments.memory_mb * _MB
     report = inspect(resolve_model(arguments.model), Asked(arguments.max_model_tokens, room, arguments.chat_template))
     if arguments.json:
