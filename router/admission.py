@@ -212,4 +212,4 @@ def _check_priority(priority: int, tenant: Tenant) -> None:
 def _check_counts(stop: StopConditions) -> None:
     """What is wrong with the numbers themselves, before it is known how long the prompt is."""
     most = stop.max_tokens if stop.HasField("max_tokens") else max(1, stop.min_tokens)
-    StopParams(most, stop.min_tokens, max_repeats=stop.max_repeats)
+    StopParams(most, stop.min_tokens, frozenset(stop.stop_token_ids), stop.max_repeats)

@@ -113,3 +113,9 @@ def test_forced_output_counts_as_output() -> None:
     assert (sequence.token_ids, sequence.num_remaining) == ([5, 6, 7, 8], 4)
     sequence.append(9)
     assert sequence.finish_reason() is FinishReason.LENGTH
+
+
+def test_a_request_has_no_more_stop_ids_than_each_step_can_look_at() -> None:
+    assert len(StopParams(1, stop_token_ids=frozenset(range(1024))).stop_token_ids) == 1024
+    with pytest.raises(InvalidArgumentError, match="^stop_token_ids is '1025 token ids', must be at most 1024"):
+        StopParams(1, stop_token_ids=frozenset(range(1025)))

@@ -334,6 +334,10 @@ SCHEMA = Grammar(json_schema='{"type": "array", "uniqueItems": true}')
         (sampled(logit_bias={3: 101.0}), r"logit_bias\[3\] is 101.0, must be from -100 to 100"),
         (sampled(banned=[TokenSequence(ids=[3, 320])]), r"banned\[0\] is 320, must be a token id from 0 to 319"),
         (sampled(banned=[TokenSequence()]), "banned is .*, must hold at least one token id each"),
+        (
+            sampled(banned=[TokenSequence(ids=[3] * 1024)] * 17),
+            "banned is '17408 token ids', must be at most 16384 in all sequences",
+        ),
         (ask(bad_words=["x"] * 65), "bad_words is '65 words', must be at most 64"),
         (ask(stop=StopConditions(max_repeats=1)), r"max_repeats is 1, must be 0 \(off\) or from 2 to 1000"),
         (sampled(grammar=SCHEMA), "^grammar.json_schema can't be compiled: .*uniqueItems"),

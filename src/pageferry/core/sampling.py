@@ -10,6 +10,8 @@ MAX_LOGPROBS = 20
 MAX_BIASED = 1024  # token ids of one request
 MAX_BIAS = 100.0
 MAX_BANNED = 1024  # token sequences of one request
+MAX_BANNED_TOKENS = 16_384  # of all of them
+MAX_STOP_TOKENS = 1024  # different ids of one request
 MAX_BEAMS = 16
 MAX_LENGTH_PENALTY = 32  # the power of any length that it gives is a finite double
 MAX_REPEATS = 1000
@@ -103,6 +105,8 @@ class SamplingParams:
             raise invalid("banned", f"{len(self.banned)} token sequences", f"must be at most {MAX_BANNED}")
         if () in self.banned:
             raise invalid("banned", [], "must hold at least one token id each")
+        if (num_tokens := sum(map(len, self.banned))) > MAX_BANNED_TOKENS:
+            raise invalid("banned", f"{num_tokens} token ids", f"must be at most {MAX_BANNED_TOKENS} in all sequences")
 
     @property
     def is_greedy(self) -> bool:
@@ -127,5 +131,7 @@ class StopParams:
             raise invalid("max_tokens", self.max_tokens, "must be at least 1")
         if not 0 <= self.min_tokens <= self.max_tokens:
             raise invalid("min_tokens", self.min_tokens, f"must be from 0 to max_tokens, {self.max_tokens}")
+        if (num_ids := len(self.stop_token_ids)) > MAX_STOP_TOKENS:
+            raise invalid("stop_token_ids", f"{num_ids} token ids", f"must be at most {MAX_STOP_TOKENS}")
         if not (self.max_repeats == 0 or 2 <= self.max_repeats <= MAX_REPEATS):
             raise invalid("max_repeats", self.max_repeats, f"must be 0 (off) or from 2 to {MAX_REPEATS}")
