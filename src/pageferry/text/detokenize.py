@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterable
+from functools import lru_cache
 
 from pageferry.text.pieces import PieceReader, Pieces
 
@@ -89,6 +90,7 @@ class _Stop:
         return self.num_matched == len(self.text)
 
 
+@lru_cache(maxsize=64)  # the answers to one request have the same
 def _borders(text: str) -> list[int]:
     """For each prefix, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
