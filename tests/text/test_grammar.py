@@ -121,6 +121,8 @@ def test_a_matcher_that_takes_too_much_is_a_problem_and_not_an_end(grammars: Gra
         (regex("(?=a)b"), "grammar.regex", "look-around"),
         (regex("a" * (MAX_GRAMMAR_BYTES + 1)), "grammar.regex", f"at most {MAX_GRAMMAR_BYTES}"),
         (Grammar(GrammarKind.LARK, "start: nothing"), "grammar.lark", "nothing"),
+        (Grammar(GrammarKind.LARK, "start: a\na: b\nb: a"), "grammar.lark", "too complex here"),
+        (json_schema('{"$ref": "#"}'), "grammar.json_schema", "too complex here"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_the_reason(
