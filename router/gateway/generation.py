@@ -113,9 +113,16 @@ class GenerationResponse(Response):
         async for prompt, event in events:
             traceparent = traceparent or event.started.traceparent
             self._reply.take(prompt, event)
-        body = dump(self._reply.whole())
+        sampling = self._parsed.request.sampling
+        if sampling.HasField("logprobs") or sampling.HasField("prompt_logprobs"):  # megabytes, perhaps
+            body = await asyncio.to_thread(self._whole_body)
+        else:
+            body = self._whole_body()
         await self._send_start(send, "application/json", traceparent)
         await send({"type": "http.response.body", "body": body})
+
+    def _whole_body(self) -> bytes:
+        return dump(self._reply.whole())
 
     async def _stream(self, events: Numbered, send: Send) -> None:
         traceparent, has_begun = "", False

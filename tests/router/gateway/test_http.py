@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from pageferry.core.errors import (
     UnavailableError,
     invalid,
 )
+from pageferry.router.gateway import generation
+from pageferry.router.gateway.generation import dump
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.serving import serve_http
 from pageferry.v1 import types_pb2 as types
@@ -86,6 +89,20 @@ async def test_streamed_completion() -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hello"
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
     assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_log_probabilities_are_written_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def noting_dump(value: dict[str, Any]) -> bytes:
+        threads.append(threading.get_ident())
+        return dump(value)
+
+    monkeypatch.setattr(generation, "dump", noting_dump)
+    async with client_of(FakeFrontend()) as client:
+        for more in ({}, {"logprobs": 0}):
+            assert (await client.post("/v1/completions", json={"prompt": "a", **more})).status_code == 200
+    assert [thread == threading.get_ident() for thread in threads] == [True, False]
 
 
 @pytest.mark.field("sgl-project/sglang#4097")
