@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from answer import Answer, Choice
+from chaos.asks import problems
 from chaos.clients import Clients
 from chaos.processes import Life, Sample
 from chaos.prompts import Golden
@@ -17,7 +19,7 @@ from chaos.trouble import SETTLE_S, Trouble
 from traces import SPLIT_SPANS, Span
 
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FINISH_REASON_LENGTH, GeneratedToken, Usage
+from pageferry.v1.types_pb2 import FINISH_REASON_LENGTH, FinishReason, GeneratedToken, Logprobs, Usage
 
 # Scripts.
 
@@ -208,6 +210,39 @@ async def test_unavailable_must_have_trouble_to_blame(troubled: Sequence[str], i
     assert len(complaints) == is_wrong
     for complaint in complaints:
         assert complaint.endswith(f"ended with UNAVAILABLE after 2 tokens, with {list(troubled)} in trouble: why")
+
+
+REGEX = Ask(0, 0, 30, wants="grammar")
+SEVERAL = Ask(0, 0, 3, wants="several")
+
+
+def _answer(*texts: str, tokens: Sequence[int] = (10, 11, 12), reason: str = "length", num_prompt: int = 0) -> Answer:
+    """The same tokens each; of a single one the request has the reason."""
+    choices = {index: Choice(text, list(tokens), reason) for index, text in enumerate(texts)}
+    finished = pb.Finished(reason=FinishReason.Value(f"FINISH_REASON_{reason.upper()}"))
+    return Answer(finished=finished, choices=choices, prompt_logprobs=[Logprobs()] * num_prompt or None)
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer", "clue"),
+    [
+        (SEVERAL, _answer("", "", ""), ""),
+        (SEVERAL, _answer("", ""), "2 answers"),
+        (SEVERAL, _answer("", "", "", tokens=(10, 99, 12)), "token 99 at position 1"),
+        (SEVERAL, _answer("", "", "", tokens=(10,)), "finished with 1 tokens"),
+        (Ask(0, 0, 3, wants="beam"), _answer("", "", tokens=(7, 8, 9)), ""),
+        (REGEX, _answer("abcdef", reason="stop"), ""),
+        (REGEX, _answer("abc", reason="stop"), "finished with 'abc', stop"),
+        (REGEX, _answer("abc"), ""),
+        (REGEX, _answer("xyz"), "finished with 'xyz', length"),
+        (Ask(0, 0, 3, wants="prompt"), _answer("", num_prompt=1), ""),
+        (Ask(0, 0, 3, wants="prompt"), _answer(""), "log-probabilities are 0, of 2 tokens"),
+    ],
+)
+def test_each_kind_of_answer_is_what_was_asked_for(ask: Ask, answer: Answer, clue: str) -> None:
+    found = list(problems(ask, GOLDEN, answer, is_whole=True))
+    assert bool(found) == bool(clue)
+    assert all(clue in problem for problem in found)
 
 
 # Traces.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from pageferry.v1 import inference_pb2 as pb
-from pageferry.v1.types_pb2 import FinishReason, Usage
+from pageferry.v1.types_pb2 import FinishReason, Logprobs, Usage
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Answer:
     started: pb.Started | None = None
     finished: pb.Finished | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
+    prompt_logprobs: list[Logprobs] | None = None
 
     def take(self, response: pb.GenerateResponse) -> None:
         assert self.finished is None, "an event after the terminal one"
@@ -36,17 +37,19 @@ class Answer:
                 self.started = response.started
             case "delta":
                 choice = self.choices.setdefault(response.delta.choice, Choice())
+                if response.delta.HasField("prompt_logprobs"):
+                    assert self.prompt_logprobs is None, "the prompt's log-probabilities came twice"
+                    self.prompt_logprobs = list(response.delta.prompt_logprobs.tokens)
                 assert not choice.reason, f"more of choice {response.delta.choice} after its end"
-                positions = [token.position for token in response.delta.tokens]
-                assert positions == list(range(len(choice.token_ids), len(choice.token_ids) + len(positions)))
+                positions = [*range(len(choice.token_ids)), *(token.position for token in response.delta.tokens)]
+                assert positions == list(range(len(positions))), f"positions {positions}"
                 choice.text += response.delta.text
                 choice.token_ids += [token.token_id for token in response.delta.tokens]
                 if response.delta.choice:
                     return
                 self.text += response.delta.text
                 self.token_ids += [token.token_id for token in response.delta.tokens]
-                self.positions += [token.position for token in response.delta.tokens]
-                assert self.positions == list(range(len(self.positions))), f"positions {self.positions}"
+                self.positions = positions
             case "choice_finished":
                 end = response.choice_finished
                 choice = self.choices[end.choice]

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import grpc
 from answer import Answer
-from cluster import Stub, greedy
+from cluster import Stub
 
+from chaos.asks import problems, request_of
 from chaos.prompts import Golden
 from chaos.script import PATIENCE_S, Ask
 from chaos.trouble import Trouble
@@ -50,7 +51,8 @@ class Clients:
     async def ask(self, ask: Ask) -> Ended:
         """One request from its beginning to its end, which comes by its timeout at the latest."""
         began, answer = time.monotonic(), Answer()
-        call = self._stubs[ask.router].Generate(self._request(ask), timeout=ask.timeout_s)
+        request = request_of(ask, self._goldens[ask.prompt])
+        call = self._stubs[ask.router].Generate(request, timeout=ask.timeout_s)
         try:
             outcome = await self._read(call, ask, answer)
         except grpc.aio.AioRpcError as error:
@@ -69,13 +71,6 @@ class Clients:
         if outcome == "OK" and ask.manner == "read":
             self.slowest_s = max(self.slowest_s, ended - began)
         return Ended(ask.router, answer.started.trace_id if answer.started else "", outcome, began, ended)
-
-    def _request(self, ask: Ask) -> pb.GenerateRequest:
-        request = greedy(list(self._goldens[ask.prompt].prompt), ask.max_tokens)
-        request.priority = ask.priority
-        if ask.seed is not None:
-            request.sampling.temperature, request.sampling.seed = 1.0, ask.seed
-        return request
 
     async def _read(
         self, call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]", ask: Ask, answer: Answer
@@ -108,11 +103,8 @@ class Clients:
             self._complain(f"{ask}: ended with {status} after its terminal event")
 
     def _judge_tokens(self, ask: Ask, answer: Answer, outcome: str) -> None:
-        if outcome == "OK" and (len(answer.token_ids), answer.reason) != (ask.max_tokens, "length"):
-            self._complain(f"{ask}: finished with {len(answer.token_ids)} tokens, {answer.reason}")
-        difference = "" if ask.seed is not None else self._goldens[ask.prompt].differs(answer.token_ids)
-        if difference:
-            self._complain(f"{ask}: {difference}")
+        for problem in problems(ask, self._goldens[ask.prompt], answer, is_whole=outcome == "OK"):
+            self._complain(f"{ask}: {problem}")
 
 
 def _status(error: grpc.aio.AioRpcError) -> str:

@@ -33,7 +33,9 @@ def _deployment(sizes: Mapping[str, int]) -> Deployment:
     """The last of each role is reached over links; all tell how many calls are open."""
     linked = {f"{role}-{size - 1}" for role, size in sizes.items()}
     deployment = Deployment(sizes["prefill"], sizes["decode"], sizes["router"], SETTINGS, linked=linked)
-    deployment.decode[-1].settings["handoff.transport"] = "inline"  # so that there are frames to spoil
+    last = deployment.decode[-1].settings
+    last["handoff.transport"] = "inline"  # so that there are frames to spoil
+    last["engine.speculation"] = "layers:1"  # the others draft by lookup
     for service in deployment.services:
         service.settings["telemetry.metrics_port"] = str(free_port())
     return deployment

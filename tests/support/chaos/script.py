@@ -14,6 +14,8 @@ from typing import TypeVar
 
 ROLES = ("router", "prefill", "decode")
 MANNERS = ("read", "slow", "cancel")  # how a client reads: to the end, with pauses, or some events and no more
+KINDS_OF_ASK = ("plain", "several", "best", "beam", "grammar", "prompt")  # see `chaos.asks`
+PROFILES = ("", "throughput", "quality")
 PATIENCE_S = 60.0  # of a client that sets no tight deadline; it never waits so long where all goes well
 NUM_PROMPTS = 36
 _MAX_TOKENS = (1, 2, 8, 24, 64, 160)
@@ -32,6 +34,8 @@ class Ask:
     timeout_s: float = PATIENCE_S
     seed: int | None = None  # None: greedy; else drawn at temperature 1
     priority: int = 0
+    wants: str = "plain"  # one of KINDS_OF_ASK
+    profile: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +144,16 @@ def draw_script(
     sizes: Mapping[str, int] = MappingProxyType(dict.fromkeys(ROLES, 2)),
 ) -> Script:
     """The script of a seed. Faults end some time before the end, which requests in flight then reach in peace."""
-    draws = random.Random(seed)
+    draws, features = random.Random(seed), random.Random(f"features of {seed}")
     asks = []
     at_s = draws.expovariate(per_second)
     while at_s < seconds:
-        asks.append(_draw_ask(draws, round(at_s, 3), sizes["router"]))
+        asks.append(_draw_ask(draws, features, round(at_s, 3), sizes["router"]))
         at_s += draws.expovariate(per_second)
     return Script(seed, seconds, dict(sizes), tuple(asks), tuple(_draw_faults(draws, seconds, kinds, sizes)))
 
 
-def _draw_ask(draws: random.Random, at_s: float, num_routers: int) -> Ask:
+def _draw_ask(draws: random.Random, features: random.Random, at_s: float, num_routers: int) -> Ask:
     manner = draws.choices(MANNERS, (72, 6, 22))[0]
     return Ask(
         at_s,
@@ -161,6 +165,8 @@ def _draw_ask(draws: random.Random, at_s: float, num_routers: int) -> Ask:
         timeout_s=round(draws.uniform(0.01, 0.6), 3) if draws.random() < 0.08 else PATIENCE_S,
         seed=draws.randrange(1000) if draws.random() < 0.15 else None,
         priority=draws.choice((0, 0, 0, -1, 1)),
+        wants=features.choices(KINDS_OF_ASK, (70, 6, 4, 6, 8, 6))[0],
+        profile=features.choices(PROFILES, (80, 15, 5))[0],
     )
 
 
