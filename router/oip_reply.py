@@ -70,7 +70,7 @@ class Reply:
         answer = oip.ModelInferResponse(
             model_name=self._started.model,
             model_version=VERSION,
-            id=self._started.request_id,
+            id=self._inference.id or self._started.request_id,
             parameters=parameters,
         )
         for name, texts in outputs.items():

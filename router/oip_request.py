@@ -54,6 +54,7 @@ class Inference:
     """A checked request."""
 
     generate: pb.GenerateRequest
+    id: str  # which the client may give to others too, unlike a request id of ours
     stream: bool
     timeout_s: float | None
     outputs: frozenset[str]
@@ -80,8 +81,8 @@ def parse_infer(request: oip.ModelInferRequest, *, streams: bool) -> Inference:
         if name in fields:
             refuse(name, why, reason="UNSUPPORTED_FIELD")
     generate = read_completion(Fields(fields | {"prompt": text}, Reading())).request
-    generate.model, generate.request_id = request.model_name, request.id
-    return Inference(generate, stream, timeout_s, _outputs(request), bool(request.raw_input_contents))
+    generate.model = request.model_name
+    return Inference(generate, request.id, stream, timeout_s, _outputs(request), bool(request.raw_input_contents))
 
 
 def check_version(model: str, version: str) -> None:
