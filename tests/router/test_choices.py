@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from answer import Answer
-from fake_workers import Rig, Script, eventually
+from fake_workers import FakePrefill, Rig, Script, eventually
 from spans import assert_one_tree
 
 from pageferry.core.config import RouterConfig
@@ -341,6 +341,41 @@ def commit_without_a_word(router: Rig) -> None:
             yield event
 
     router.prefill._prefill = late
+
+
+@pytest.mark.parametrize("max_tokens", [8, 2])
+async def test_the_prompts_log_probabilities_are_never_lost_with_their_worker(rig: Make, max_tokens: int) -> None:
+    """One that dies once the pages are there, and has told nothing, has not done what it was asked for."""
+    async with rig(num_prefill=2) as router:
+        for worker in (*router.prefills, *router.decodes):
+            worker.script.prompt_logprobs = PROMPT_LOGPROBS
+        for worker in router.prefills:
+            die_without_a_word(router, worker)
+        request = ask(n=1, max_tokens=max_tokens)
+        request.sampling.prompt_logprobs = 0
+        deltas = [event.delta async for event in router.stream(request) if event.HasField("delta")]
+        assert [delta.HasField("prompt_logprobs") for delta in deltas] == [True, *[False] * (len(deltas) - 1)]
+        assert [token.token_id for delta in deltas for token in delta.tokens] == TOKENS[0][:max_tokens]
+        assert [len(worker.works) for worker in router.prefills] == [1, 1]
+        await router.check_idle()
+
+
+def die_without_a_word(router: Rig, prefill: FakePrefill) -> None:
+    """The first that is asked does, behind the decode worker's tokens."""
+    whole = prefill._prefill
+
+    async def dies(request: prefill_pb2.PrefillRequest) -> AsyncIterator[object]:
+        is_first = sum(len(worker.works) for worker in router.prefills) == 1
+        async with aclosing(whole(request)) as events:
+            yield await anext(events)
+            told = [event async for event in events]
+        if is_first:
+            await router.decode.wait_idle()
+            raise UnavailableError("gone")
+        for event in told:
+            yield event
+
+    prefill._prefill = dies
 
 
 async def test_an_echo_is_the_prompts_text_before_each_answer(router: Rig) -> None:
