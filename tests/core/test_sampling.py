@@ -117,5 +117,5 @@ def test_forced_output_counts_as_output() -> None:
 
 def test_a_request_has_no_more_stop_ids_than_each_step_can_look_at() -> None:
     assert len(StopParams(1, stop_token_ids=frozenset(range(1024))).stop_token_ids) == 1024
-    with pytest.raises(InvalidArgumentError, match="^stop_token_ids is '1025 token ids', must be at most 1024"):
+    with pytest.raises(InvalidArgumentError, match=r"^stop_token_ids is '1025 token ids', must be at most 1024"):
         StopParams(1, stop_token_ids=frozenset(range(1025)))
