@@ -151,6 +151,26 @@ def test_a_preempted_search_goes_on_with_its_beams(kind: tuple[str, str], num_st
     check_hypotheses(driver, root)
 
 
+def test_searches_that_catch_up_after_preemption_do_not_wait_for_one_another() -> None:
+    """Beams of two searches lack several pages each, and the third one has taken the last."""
+    driver = decode(27, layout(4), max_num_seqs=20, local_chunk_tokens=64, headroom_pages=0, prefix_cache=False)
+    params = BeamParams(2, early_stopping=EarlyStopping.NEVER)
+    searches = [
+        sequence(prompt(num_tokens, variant), max_tokens, priority=1, arrival=number, beam=params)
+        for number, (num_tokens, variant, max_tokens) in enumerate([(6, 4, 26), (2, 8, 36), (48, 4, 19)])
+    ]
+    driver.add(*searches[:2])
+    for _ in range(24):
+        driver.step()
+    driver.add(sequence(prompt(92, 4), 2, arrival=2.0))
+    driver.step()
+    driver.add(searches[2])
+    driver.run()
+    assert max(one.num_preemptions for one in searches) > 0
+    for one in searches:
+        check_hypotheses(driver, one)
+
+
 def test_a_search_takes_a_slot_for_each_beam() -> None:
     driver = decode(64, layout(4), max_num_seqs=5)
     root, first, second = beams(6), sequence(prompt(5, 1), 12), sequence(prompt(5, 2), 12)

@@ -101,8 +101,9 @@ def prompt_chunk(
     It ends with a page or with the tokens, so that whole pages can be shipped. Where the budget doesn't reach the end
     of a page, a chunk that is first in its plan ends anywhere, and another is left for a later step. With
     `final_tokens`, a chunk more than twice as long doesn't end the prompt: so many are left for one more chunk. Of a
-    beam the last token is left for the step that all beams take. With log-probabilities of the prompt, it is short and
-    the first of its plan, as logits of all its tokens are kept.
+    beam the last token is left for the step that all beams take; it goes on page by page where it lacks pages, so that
+    it never waits for several at once. With log-probabilities of the prompt, it is short and the first of its plan, as
+    logits of all its tokens are kept.
     """
     if sequence.wants_prompt_logprobs:
         if not is_first:
@@ -117,6 +118,8 @@ def prompt_chunk(
         if aligned <= start and not is_first:
             return None
         end = aligned if aligned > start else end
+    if sequence.root is not None and end > start and not tables.cover(sequence, end):
+        end = min(end, start - start % tables.page_size + tables.page_size)
     if end <= start or not tables.cover(sequence, end):
         return None
     return Chunk(sequence, start, end - start, samples=end == len(sequence.token_ids))
