@@ -61,6 +61,12 @@ class Call:
             self.subscription.mark(self)
 
     @property
+    def num_drawn(self) -> int:
+        """Tokens drawn here: not the first one of a pushed prompt, which is the prefill worker's, but for beams."""
+        has_first = self.is_pushed and self.sequence.work.beam is None
+        return max(0, self.num_emitted - has_first)
+
+    @property
     def num_untold(self) -> int:
         """Tokens that the next news tell of, those of the prompt included."""
         num_tokens = min(len(self.tokens), MOST_TOKENS)

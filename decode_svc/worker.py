@@ -134,11 +134,8 @@ class DecodeWorker(WorkCalls[Call, Event]):
     def _count_tokens(self, call: Call) -> None:
         if call.num_emitted == 0:
             return
-        sequence, num_generated = call.sequence, call.num_emitted
-        if call.is_pushed and sequence.work.beam is None:  # the prefill worker has counted the first token
-            num_generated -= 1
-        metrics = self._publisher.metrics
-        metrics.count_tokens(prompt=sequence.num_prompt, cached=sequence.num_cached, generated=num_generated)
+        sequence, metrics = call.sequence, self._publisher.metrics
+        metrics.count_tokens(prompt=sequence.num_prompt, cached=sequence.num_cached, generated=call.num_drawn)
 
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
@@ -172,7 +169,7 @@ class DecodeWorker(WorkCalls[Call, Event]):
     def _record_end(self, call: Call, figures: Figures | None) -> None:
         if figures is None:
             return
-        self._publisher.metrics.count_drafts(figures.num_drafted, figures.num_accepted, figures.num_steps)
+        self._publisher.metrics.count_drafts(figures.num_drafted, figures.num_accepted, call.num_drawn)
         first_step = figures.ended if figures.first_step is None else figures.first_step
         attributes = {
             "pageferry.steps": figures.num_steps,

@@ -82,10 +82,11 @@ def test_a_process_has_no_metrics_that_it_never_sets() -> None:
 def test_drafts_are_counted_and_tokens_of_steps_are_a_histogram() -> None:
     metrics = WorkerMetrics()
     assert samples(metrics)["pageferry_draft_tokens_total,proposed"] == 0
-    metrics.count_drafts(20, 15, 10)
+    metrics.count_drafts(20, 15, 25)
     metrics.count_drafts(0, 0, 10)
     metrics.count_drafts(0, 0, 0)  # it never ran
+    metrics.count_drafts(4, 3, 3)  # its last tokens have not come
     values = samples(metrics)
-    assert values["pageferry_draft_tokens_total,proposed"] == 20
-    assert values["pageferry_draft_tokens_total,accepted"] == 15
+    assert values["pageferry_draft_tokens_total,proposed"] == 24
+    assert values["pageferry_draft_tokens_total,accepted"] == 18
     assert (values["pageferry_tokens_per_step_count"], values["pageferry_tokens_per_step_sum"]) == (2, 3.5)

@@ -162,12 +162,16 @@ class WorkerMetrics(Metrics):
     def count_broken_handoff(self) -> None:
         self._handoff_failures.inc()
 
-    def count_drafts(self, num_proposed: int, num_accepted: int, num_steps: int) -> None:
-        """Of a sequence that is over: each accepted draft is a token without a step."""
+    def count_drafts(self, num_proposed: int, num_accepted: int, num_generated: int) -> None:
+        """Of a sequence that is over, and has so many tokens drawn here: each accepted draft is one without a step.
+
+        Steps that only computed a part of the prompt give no tokens, and do not count.
+        """
         self._drafts.labels("proposed").inc(num_proposed)
         self._drafts.labels("accepted").inc(num_accepted)
-        if num_steps:
-            self._tokens_per_step.observe(1 + num_accepted / num_steps)
+        num_steps = num_generated - num_accepted
+        if num_steps > 0:
+            self._tokens_per_step.observe(num_generated / num_steps)
 
     def set_load(self, load: WorkerLoad) -> None:
         """Gauges of pages and sequences, and the preemptions since the last load."""
