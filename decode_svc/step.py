@@ -142,7 +142,7 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.work.beam is not None:  # its tokens are told at its end
                 self._note_own(self._jobs[chunk.sequence.owner], ended)
-            if chunk.num_tokens > 1 or not chunk.samples:
+            if chunk.is_prompt:
                 num_prefill += chunk.num_tokens
                 self._emit(ChunkDone(chunk.sequence.owner, chunk.start, chunk.num_tokens, started, ended))
         self._reporter.measure(num_prefill, ended - started)

@@ -1,6 +1,6 @@
 """What page tables would take of the pools, whether that is there, and what would be if others gave up theirs."""
 
-from collections.abc import Iterable, Iterator, Sequence as ListLike
+from collections.abc import Container, Iterable, Iterator, Sequence as ListLike
 from dataclasses import dataclass
 
 from pageferry.core.errors import FieldViolation, InvalidArgumentError, invalid
@@ -213,6 +213,14 @@ def places(tables: Iterable[ListLike[PageId]], start: int = 0, end: int | None =
         for page in table[start:end]:
             if page != NO_PAGE:
                 yield Place(number, page)
+
+
+def spread(pages: Iterable[PageId], indices: Iterable[int], live: Container[int]) -> Iterator[PageId]:
+    """A table's entries at the indices, with pages where they are live, and the pages that are left behind them."""
+    rest = iter(pages)
+    for index in indices:
+        yield next(rest) if index in live else NO_PAGE
+    yield from rest
 
 
 def held_places(sequence: Sequence, *, with_beams: bool = True) -> list[Place]:

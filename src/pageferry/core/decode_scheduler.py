@@ -16,7 +16,7 @@ from pageferry.core.preemption import choose_victims, margin, max_positions, num
 from pageferry.core.scheduler import Drawn, LocalPrefill, Scheduler, end_step, start_step, take_samples
 from pageferry.core.sequence import Sequence, SequenceStatus
 from pageferry.core.sequence_queues import RETRY_S, SequenceQueue
-from pageferry.core.speculation import Speculation
+from pageferry.core.speculation import Speculation, cover_drafts
 
 
 class DecodeScheduler(Scheduler):
@@ -118,7 +118,8 @@ class DecodeScheduler(Scheduler):
         ]
         chunks += self._prefill.chunks(self._running)
         if self._speculation is not None:
-            chunks = self._speculation.add_drafts(chunks, self._draft_budget(chunks), self._cover_drafts)
+            budget = self._config.local_chunk_tokens - 1 - sum(chunk.num_tokens for chunk in chunks if chunk.is_prompt)
+            chunks = self._speculation.add_drafts(chunks, budget, partial(cover_drafts, self.tables))
         self._is_blocked = not chunks
         if not chunks:
             return None
@@ -159,25 +160,6 @@ class DecodeScheduler(Scheduler):
                 ended.append(Ended(one.sequence.owner, one.reason, one.failure))
                 self._end(one.sequence.owner)
         return Output(tuple(emitted), tuple(ended))
-
-    def _draft_budget(self, chunks: list[Chunk]) -> int:
-        """Tokens that a step may have beside one of each sequence; prompts go first."""
-        num_prompt_tokens = sum(chunk.num_tokens for chunk in chunks if chunk.num_tokens > 1 or not chunk.samples)
-        return self._config.local_chunk_tokens - 1 - num_prompt_tokens
-
-    def _cover_drafts(self, sequence: Sequence, most: int) -> int:
-        """How many drafts it may have, up to `most`, with pages for them: free ones alone.
-
-        None reaches beyond its last token. A page that is quantised as a whole is never filled from drafts, since it
-        could not be opened again.
-        """
-        end, size = sequence.num_computed + 1, self.tables.page_size
-        most = min(most, sequence.work.stop.max_tokens - sequence.num_output - 1)
-        if sequence.tail is not None:
-            most = min(most, size - 1 - end % size if end % size else 0)
-        if most > 0 and not self.tables.cover(sequence, end + most):
-            most = min(most, -end % size)
-        return max(0, most)
 
     def _grow(self) -> None:
         """Give each sequence that needs it pages for its next position, as far as there are any."""

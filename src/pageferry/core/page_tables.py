@@ -8,10 +8,8 @@ chunk by chunk, and gives those behind the window back at the end of the step.
 from collections import Counter
 from collections.abc import Iterator
 
-from pageferry.core.claims import Claim, Claims, Counts, held_places, places
-from pageferry.core.groups import CacheGroup
+from pageferry.core.claims import Claim, Claims, Counts, held_places, places, spread
 from pageferry.core.layout import CacheLayout, PageKey, Place
-from pageferry.core.pool import PageId
 from pageferry.core.pools import PagePools
 from pageferry.core.sequence import NO_PAGE, Sequence, page_table
 
@@ -58,7 +56,9 @@ class PageTables:
         for number, (group, table, pages) in enumerate(zip(self._layout.groups, sequence.tables, new, strict=True)):
             if claim.copies_last:
                 self._copies[Place(number, pages[0])] = Place(number, table.pop())  # with our reference
-            table.extend(self._spread(group, len(sequence.token_ids), len(table), pages) if reserved else pages)
+            indices = range(len(table), self.num_pages(len(sequence.token_ids)))
+            live = set(group.live_at_end(len(sequence.token_ids), self.page_size))
+            table.extend(spread(pages, indices, live) if reserved else pages)
         self.claims.promise(sequence, claim)
         sequence.num_computed = min(len(claim.matched[0]) * self.page_size, len(sequence.token_ids) - 1)
         if sequence.num_preemptions == 0:
@@ -97,8 +97,7 @@ class PageTables:
 
         Pages beyond those, which the parent has for its growth, stay with it.
         """
-        num_pages = self.num_pages(parent.num_computed)
-        child.tables = [page_table(table[:num_pages]) for table in parent.tables]
+        child.tables = [page_table(table[: self.num_pages(parent.num_computed)]) for table in parent.tables]
         child.tail, child.page_hashes = parent.tail, list(parent.page_hashes)
         child.num_computed = parent.num_computed
         self._pools.acquire(held_places(child))
@@ -230,12 +229,6 @@ class PageTables:
         for _, place in copied:
             counts[-1 if place.is_tail else place.group] += 1
         return counts
-
-    def _spread(self, group: CacheGroup, num_tokens: int, first: int, pages: list[PageId]) -> list[PageId]:
-        """The table from index `first` on in which `pages` lie where they are live at the end, and behind it."""
-        live, rest = set(group.live_at_end(num_tokens, self.page_size)), iter(pages)
-        indices = range(first, self.num_pages(num_tokens))
-        return [next(rest) if index in live else NO_PAGE for index in indices] + list(rest)
 
     def _at_end(self, sequence: Sequence, indices: range, *, as_tails: bool) -> Iterator[tuple[PageKey, Place]]:
         """Those of the pages that are live at the prompt's end."""

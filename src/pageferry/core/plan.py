@@ -27,6 +27,11 @@ class Chunk:
     drafts: tuple[int, ...] = ()
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether it is more than a step of a sequence that decodes."""
+        return self.num_tokens > 1 or not self.samples
+
+    @property
     def num_prompt_rows(self) -> int:
         """Of its last tokens' logits, those from the first on that tells of a prompt token that is to be reported.
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from pageferry.core.drafts import DraftSource, Match, PromptLookup
+from pageferry.core.page_tables import PageTables
 from pageferry.core.plan import Chunk, Plan, SampleFailure, StepResult
 from pageferry.core.sequence import Sequence
 from pageferry.core.step_costs import StepCosts
@@ -122,7 +123,7 @@ class Speculation:
         for index, chunk in enumerate(chunks):
             sequence = chunk.sequence
             may = sequence.work.speculate and sequence.work.beam is None
-            if not (may and chunk.samples and chunk.num_tokens == 1):
+            if chunk.is_prompt or not may:
                 continue
             if sequence.drafting is None:
                 sequence.drafting = Drafting()
@@ -163,6 +164,21 @@ class Speculation:
         self._rates[kind].add(num_accepted, num_drafted, _WORKER_DECAY)
         if num_accepted:
             drafting.pauses[kind] = _FIRST_PAUSE
+
+
+def cover_drafts(tables: PageTables, sequence: Sequence, most: int) -> int:
+    """How many drafts it may have, up to `most`, with pages for them, for which nobody is preempted.
+
+    None reaches beyond its last token. A page that is quantised as a whole is never filled from drafts, since it
+    could not be opened again.
+    """
+    end, size = sequence.num_computed + 1, tables.page_size
+    most = min(most, sequence.work.stop.max_tokens - sequence.num_output - 1)
+    if sequence.tail is not None:
+        most = min(most, size - 1 - end % size if end % size else 0)
+    if most > 0 and not tables.cover(sequence, end + most):
+        most = min(most, -end % size)
+    return max(0, most)
 
 
 def _class_of(match: Match | None) -> int:
