@@ -14,8 +14,9 @@ from pageferry.core.limits import ModelLimits
 from pageferry.core.plan import NO_TOKEN, SampledToken, SampleFailure
 from pageferry.core.sampling import Grammar, GrammarKind, SamplingParams, StopParams
 from pageferry.core.sequence import FinishReason, Sequence, WorkItem
+from pageferry.engine.adjust import SampleRow
 from pageferry.engine.draw import uniform
-from pageferry.engine.sampler import Sampler, SampleRow
+from pageferry.engine.sampler import Sampler
 
 VOCAB = 300
 SAMPLER = Sampler()

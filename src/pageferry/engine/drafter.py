@@ -8,10 +8,11 @@ from pageferry.core.drafts import DraftSource
 from pageferry.core.errors import invalid
 from pageferry.core.model_config import ModelConfig
 from pageferry.core.plan import Chunk, SampleFailure
+from pageferry.engine.adjust import SampleRow
 from pageferry.engine.batch import BatchBuilder, Part
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.runner import ForwardPass
-from pageferry.engine.sampler import Sampler, SampleRow
+from pageferry.engine.sampler import Sampler
 
 Drafts = list[list[int]]
 

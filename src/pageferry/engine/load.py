@@ -29,6 +29,7 @@ from pageferry.engine.outliers import key_warning
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.rope import inverse_frequencies
 from pageferry.engine.runner import TorchRunner
+from pageferry.engine.tensors import TensorFiles
 from pageferry.engine.warm_up import warm_up_plans
 
 _MODEL_REASONS = ("MODEL_FILE_INVALID", "MODEL_TENSORS")
@@ -70,22 +71,12 @@ def load_engine(
     with _naming(files), closing(open_tensors(files, model_config)) as tensors:
         check_shapes(expected_shapes(model_config), tensors.shapes)
         limited = model_config.served(config.max_model_tokens)
-        # Workers of other lengths share pages, unless their frequencies differ for it.
-        same = replace(limited, max_positions=model_config.max_positions)
-        layout = _layout(model_config, config, fingerprint(same, tensors))
+        layout = _layout(model_config, limited, config, tensors)
         draft = open_draft_model(config, scheduler, files, limited.vocab_size, layout)
         loader = make_loader(config, scheduler, limited, layout, tensors)
-        on_processor = config.device == "cpu"
-        memory = plan_memory(
-            limited,
-            layout,
-            config,
-            scheduler,
-            loader.weight_bytes,
-            loader.available_bytes(),
-            staging_bytes if on_processor else 0,
-            NO_DRAFTER if draft is None else draft.needs,
-        )
+        staged, needs = staging_bytes * (config.device == "cpu"), NO_DRAFTER if draft is None else draft.needs
+        weight_bytes, available = loader.weight_bytes, loader.available_bytes()
+        memory = plan_memory(limited, layout, config, scheduler, weight_bytes, available, staged, needs)
         if warning := key_warning(limited, tensors, layout.format):
             progress(warning)
         factors = tensors.load(ROPE_FACTORS) if ROPE_FACTORS in tensors.shapes else None
@@ -94,12 +85,12 @@ def load_engine(
     pages = loader.pages(layout, memory)
     builder = BatchBuilder(layout, for_torch=loader.for_torch)
     progress(f"loaded {files.name} in {time.perf_counter() - started:.1f} s, {_summary(memory, layout, loader.how)}")
-    is_torch = not isinstance(model, NativeModel)
     drafter: ModelDrafter | None = None
     if draft is not None:
         drafter = draft.load(rotary[1], memory.num_pages[draft.group], progress)
     if source.kind == "layers":
         drafter = ModelDrafter(model.first_layers(source.num_layers), pages, builder)
+    is_torch = not isinstance(model, NativeModel)
     runner = TorchRunner(model, pages, builder, torch.get_num_threads(), is_torch=is_torch, drafter=drafter)
     return Engine(layout, memory.num_pages, memory.num_tails, runner, limited, pages, memory.report, scheduler)
 
@@ -115,7 +106,9 @@ def _naming(files: ModelFiles) -> Iterator[None]:
         raise InvalidArgumentError(f"{files.path}: {error.message}", reason=error.reason) from error
 
 
-def _layout(model: ModelConfig, config: EngineConfig, digest: str) -> CacheLayout:
+def _layout(model: ModelConfig, served: ModelConfig, config: EngineConfig, tensors: TensorFiles) -> CacheLayout:
+    # Workers of other lengths share pages, unless their frequencies differ for it.
+    digest = fingerprint(replace(served, max_positions=model.max_positions), tensors)
     groups = parse_groups(config.cache_layers, model.num_layers, model.sliding_window)
     page_format = PageFormat.parse(config.page_format)
     return CacheLayout(digest, page_format, config.page_size, model.num_kv_heads, model.head_dim, groups)

@@ -19,8 +19,6 @@ from pageferry.engine.adjust import SampleRow, adjust, is_adjusted
 from pageferry.engine.candidates import Candidates, Filters, Mask, gather, kept_weights, likeliest, probable
 from pageferry.engine.draw import Floats, Ids, Numbers, block_sums, draw_from_all, draw_weighted, uniform
 
-__all__ = ["SampleRow", "Sampler", "is_adjusted"]
-
 Results = list[SampledToken | SampleFailure]
 _ROWS = 16  # at once: what they take besides the logits stays in the processor's cache
 _TEMPERATURES = np.float32(1e-30), np.float32(1e30)  # beyond, fp32 quotients are what they are here
@@ -46,23 +44,15 @@ class Sampler:
         results: Results = []
         drawn, reported = [], []
         for row, one in enumerate(rows):
-            if token_ids[row] < 0:
-                results.append(SampleFailure(f"logits of position {one.position} are not finite numbers"))
+            result = _adjusted(numbers[row], one, token_ids[row])
+            results.append(result)
+            if isinstance(result, SampleFailure) or one.sequence.work.beam is not None:
                 continue
-            if one.sequence.work.beam is not None:
-                results.append(_continuations(numbers[row], one))
-                continue
-            if is_adjusted(one.sequence):
-                token_ids[row], why = adjust(numbers[row], one)
-                if why:
-                    results.append(SampleFailure(f"{NO_TOKEN} at position {one.position}: {why}"))
-                    continue
-            params = one.sequence.work.sampling
+            token_ids[row], params = result.token_id, one.sequence.work.sampling
             if not params.is_greedy:
                 drawn.append(row)
             if params.num_logprobs is not None:
                 reported.append(row)
-            results.append(SampledToken(token_ids[row]))
         if drawn or reported:
             likeliest_ids = np.array(token_ids)
             with np.errstate(all="ignore"):  # overflows end at 0, or at infinity below the likeliest
@@ -193,6 +183,19 @@ def _draw_among(among: Iterable[Candidates], filters: Filters, totals: Numbers, 
         weights = kept_weights(some, filters.of(some.rows), totals[some.rows])
         drawn[some.rows] = some.ids[np.arange(len(weights)), draw_weighted(weights, uniforms[some.rows])]
     return drawn
+
+
+def _adjusted(row: Floats, one: SampleRow, token_id: int) -> SampledToken | SampleFailure:
+    """The likeliest token once the row is adjusted, `token_id` before; of a beam search its continuations."""
+    if token_id < 0:
+        return SampleFailure(f"logits of position {one.position} are not finite numbers")
+    if one.sequence.work.beam is not None:
+        return _continuations(row, one)
+    if is_adjusted(one.sequence):
+        token_id, why = adjust(row, one)
+        if why:
+            return SampleFailure(f"{NO_TOKEN} at position {one.position}: {why}")
+    return SampledToken(token_id)
 
 
 def _continuations(row: Floats, one: SampleRow) -> SampledToken | SampleFailure:

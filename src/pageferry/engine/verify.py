@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pageferry.core.plan import SampledToken, SampleFailure, Samples
 from pageferry.core.sequence import Sequence
-from pageferry.engine.sampler import Sampler, SampleRow, is_adjusted
+from pageferry.engine.adjust import SampleRow, is_adjusted
+from pageferry.engine.sampler import Sampler
 
 Likeliest = NDArray[np.int32] | None
 Drafts = ListLike[int]
