@@ -14,7 +14,7 @@ from threading import Lock
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from pageferry.core.errors import FailedPreconditionError, FieldViolation, InvalidArgumentError, PageferryError, invalid
+from pageferry.core.errors import FailedPreconditionError, InvalidArgumentError, PageferryError, invalid, invalid_field
 from pageferry.core.sampling import Grammar, GrammarKind
 from pageferry.text.tokenizer import Tokenizer
 
@@ -159,9 +159,6 @@ def _compile(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(tokenizer, source, limits=_LIMITS, log_level=0)
     if matcher.is_error():
         raise _refused(grammar, matcher.get_error())
-    start = GrammarMatcher(matcher.deep_copy(), frozenset())
-    if start.allowed() is None:  # rules that lead nowhere, or to too much, and an engine's step would find out
-        raise _refused(grammar, start.problem)
     return matcher
 
 
@@ -198,9 +195,7 @@ def _multiples(schema: object) -> Iterator[int]:
 
 
 def _refused(grammar: Grammar, why: str) -> InvalidArgumentError:
-    field, description = f"grammar.{grammar.kind.value}", f"can't be compiled: {_first_line(why)}"
-    violations = (FieldViolation(field, description),)
-    return InvalidArgumentError(f"{field} {description}", reason="INVALID_FIELD", violations=violations)
+    return invalid_field(f"grammar.{grammar.kind.value}", f"can't be compiled: {_first_line(why)}")
 
 
 def _first_line(text: str) -> str:
