@@ -159,6 +159,9 @@ def _compile(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
     matcher = LLMatcher(tokenizer, source, limits=_LIMITS, log_level=0)
     if matcher.is_error():
         raise _refused(grammar, matcher.get_error())
+    start = GrammarMatcher(matcher.deep_copy(), frozenset())
+    if start.allowed() is None:  # rules that lead nowhere, or to too much, and an engine's step would find out
+        raise _refused(grammar, start.problem)
     return matcher
 
 
