@@ -18,7 +18,12 @@ from pageferry.v1.types_pb2 import Grammar, SamplingParams, StopConditions
 
 IN_FLIGHT = 40
 # Pages for the longest sequence that is asked for, or for some 4 of those that come: they are preempted.
-TIGHT = {"engine.num_pages": "26", "scheduler.max_num_seqs": "24", "scheduler.headroom_pages": "0"}
+TIGHT = {
+    "engine.num_pages": "26",
+    "engine.speculation": "lookup",
+    "scheduler.max_num_seqs": "24",
+    "scheduler.headroom_pages": "0",
+}
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -74,6 +75,9 @@ def fill(message: Message, draws: random.Random, depth: int = 0) -> Message:
     for field in message.DESCRIPTOR.fields:
         if draws.random() < 0.35 or (depth > 6 and field.message_type):
             continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            _fill_map(getattr(message, field.name), field.message_type.fields_by_name, draws, depth)
+            continue
         if field.message_type is not None:
             value = getattr(message, field.name)
             for item in [value.add() for _ in range(draws.randrange(3))] if field.is_repeated else [value]:
@@ -86,6 +90,14 @@ def fill(message: Message, draws: random.Random, depth: int = 0) -> Message:
         else:
             setattr(message, field.name, draws.choice(values))
     return message
+
+
+def _fill_map(entries: Any, fields: Mapping[str, FieldDescriptor], draws: random.Random, depth: int) -> None:
+    for key in draws.choices(_SCALARS.get(fields["key"].type, _UNSIGNED), k=draws.randrange(3)):
+        if fields["value"].message_type is not None:
+            fill(entries[key], draws, depth + 1)
+        else:
+            entries[key] = draws.choice(_SCALARS.get(fields["value"].type, _UNSIGNED))
 
 
 def random_bytes(draws: random.Random, door: Door) -> bytes:

@@ -21,7 +21,7 @@ from tiny_model import write_tiny_model
 
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
-# Every prompt is handed over, inline, and exactly.
+# Every prompt is handed over, inline, and exactly. An answer takes as long as it has tokens: tiny models repeat theirs.
 QUICK: Settings = {
     "router.local_prefill_tokens": "0",
     "router.local_advantage": "1e9",
@@ -31,6 +31,7 @@ QUICK: Settings = {
     "engine.compute_dtype": "fp32",
     "engine.page_format": "fp32",
     "engine.threads": "1",
+    "engine.speculation": "off",
     "handoff.transport": "inline",
 }
 

@@ -35,7 +35,7 @@ def _deployment(sizes: Mapping[str, int]) -> Deployment:
     deployment = Deployment(sizes["prefill"], sizes["decode"], sizes["router"], SETTINGS, linked=linked)
     last = deployment.decode[-1].settings
     last["handoff.transport"] = "inline"  # so that there are frames to spoil
-    last["engine.speculation"] = "layers:1"  # the others draft by lookup
+    last["engine.speculation"] = "layers:1"
     for service in deployment.services:
         service.settings["telemetry.metrics_port"] = str(free_port())
     return deployment

@@ -27,6 +27,7 @@ from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 SETTINGS: Settings = {
     "engine.compute_dtype": "fp32",
     "engine.page_format": "fp32",
+    "engine.speculation": "lookup",
     "handoff.lease_ms": "2000",
     "engine.num_pages": "400",
     "scheduler.max_num_seqs": "12",
