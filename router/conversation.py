@@ -20,6 +20,8 @@ async def rendered(chat: ChatMessages, template: ChatTemplate, *, normalise_syst
     if normalise_system:
         _normalise_system(messages)
     variables = _variables(chat)
+    if variables.get("tools") and not template.takes_tools:
+        raise invalid_field("chat.tools_json", "must be absent: the model's chat template takes no tools")
     if not chat.continue_last:
         return await template.render_async(messages, variables)
     mark = secrets.token_hex(16)

@@ -100,6 +100,7 @@ async def test_a_last_message_is_continued(turns: ChatTemplate, content: str) ->
         ({"tools_json": "[" * 100_000}, "chat.tools_json", "deep nesting"),
         ({"tools_json": '["\\ud800"]'}, "chat.tools_json", "surrogate"),
         ({"tools_json": "[NaN]"}, "chat.tools_json", "must be JSON"),
+        ({"tools_json": json.dumps(TOOLS)}, "chat.tools_json", "takes no tools"),
         ({"template_variables_json": "[]"}, "chat.template_variables_json", "JSON object"),
         ({"template_variables_json": '{"tools": []}'}, "chat.template_variables_json", "must not set tools"),
         (

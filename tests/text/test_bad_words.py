@@ -64,3 +64,10 @@ def test_limits(words: list[str], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         bad_words.check(words)
     bad_words.check(["a" * 256] * 64)
+
+
+def test_more_tokens_than_may_be_banned_are_refused_by_the_field_that_has_them(tiny_model: Path) -> None:
+    tokenizer = load_tokenizer(resolve_model(str(tiny_model)))
+    words = [chr(0x4E00 + index) * 256 for index in range(64)]  # several tokens a character
+    with pytest.raises(InvalidArgumentError, match=r"bad_words is '\d+ tokens in all', must be at most 16384"):
+        bad_words.token_sequences(words, tokenizer)

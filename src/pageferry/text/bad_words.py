@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from pageferry.core.errors import invalid
+from pageferry.core.sampling import MAX_BANNED_TOKENS
 from pageferry.text.tokenizer import Tokenizer
 
 MAX_WORDS = 64
@@ -23,7 +24,8 @@ def check(words: Iterable[str]) -> None:
 def token_sequences(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The ways in which the tokenizer writes each word: at a text's start, inside of it, and behind a space.
 
-    A model may put the same characters together from other tokens, which the tokenizer never would.
+    A model may put the same characters together from other tokens, which the tokenizer never would. Raises
+    InvalidArgumentError where they are more tokens than a request may ban.
     """
     line_break = tokenizer.encode(_BREAK, add_special=False)
     sequences: dict[tuple[int, ...], None] = {}
@@ -34,4 +36,6 @@ def token_sequences(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[i
         for text in (word, f" {word}"):
             sequences[tuple(tokenizer.encode(text, add_special=False))] = None
     sequences.pop((), None)
+    if (num_tokens := sum(map(len, sequences))) > MAX_BANNED_TOKENS:
+        raise invalid("bad_words", f"{num_tokens} tokens in all", f"must be at most {MAX_BANNED_TOKENS}")
     return tuple(sequences)

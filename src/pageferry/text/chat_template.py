@@ -56,6 +56,13 @@ class ChatTemplate:
                 problem = _TOO_MUCH
         return f"the model's chat template {problem}" if problem else ""
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether there is a word of tools in it: one without drops them."""
+        if self._job is None:
+            return False
+        return self._job["tool_source"] is not None or "tools" in str(self._job["source"])
+
     async def render_async(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
         """As `render`, without holding up the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self.render, messages, variables)
