@@ -35,6 +35,7 @@ def check(rows: list[dict[str, Any]]) -> None:
     assert all(0 < row["registers"] <= 255 and row["shared_bytes"] <= 163 << 10 for row in rows)
 
 
+@pytest.mark.slow
 def test_page_kernels_compile_without_spilling() -> None:
     rows = report("--quick")
     kinds = [row["kernel"].split()[0] for row in rows[::2]]
@@ -63,7 +64,7 @@ def test_every_kernel_compiles_without_spilling() -> None:
     check(rows)
 
 
-@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("arch", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_kernels_compile_for_what_the_engine_calls_them_with_and_only_once(arch: str) -> None:
     """Else a step in the midst of serving would wait for a compiler."""
     found = run("tests/support/compile_steps.py", arch)
