@@ -5,15 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageferry.core.errors import FieldViolation, InvalidArgumentError, PageferryError, PermissionDeniedError, invalid
+from pageferry.core.errors import FieldViolation, PermissionDeniedError, invalid
 from pageferry.core.profile_switch import Reading, Switch, in_effect
 from pageferry.core.profiles import INTERACTIVE, Profile, ProfileSet, parse_profiles
 from pageferry.core.tenants import ANYBODY, Tenant
-from pageferry.runtime.file_stamp import Stamp, stamp_of
+from pageferry.router.watched_file import WatchedFile
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import RouterMetrics
 
-CHECK_S = 1.0  # how often the file is looked at
 MAX_NAME_CHARACTERS = 64  # of one that is not known, in the message that says so
 
 
@@ -44,16 +43,15 @@ class Profiles:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`wall_clock` has the time of day. Raises InvalidArgumentError for a file that is wrong."""
-        self._path = Path(profiles_file) if profiles_file else None
         self._metrics = metrics
         self._clock, self._wall_clock = clock, wall_clock
-        self._stamp: Stamp | None = None
-        self._checked = clock()
-        self._problem = ""  # with the file as it is, as was logged
+        self._file = None
         self._set = ProfileSet()
         self._switches: dict[str, list[Switch]] = {}
         self._effective: dict[str, Profile] = {}  # by the name that is asked for
-        self._use(ProfileSet() if self._path is None else self._read(self._path))
+        if profiles_file:
+            self._file = WatchedFile(Path(profiles_file), "router.profiles_file", "BAD_PROFILES", parse_profiles, clock)
+        self._use(ProfileSet() if self._file is None else self._file.read())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,7 +83,8 @@ class Profiles:
 
     def look(self, queued: int, busy: float) -> None:
         """Take the file over if it has changed, and switch if rules want to."""
-        self._read_again()
+        if self._file is not None:
+            self._file.look(self._use_again, self._refuse)
         reading = Reading(queued, busy, self._wall_clock(), self._clock())
         for name, switches in self._switches.items():
             for switch in switches:
@@ -98,31 +97,12 @@ class Profiles:
                     self._metrics.count_profile_switch(name, effective.name)
                     self._tell_metrics()
 
-    def _read_again(self) -> None:
-        """One that is wrong changes nothing."""
-        now = self._clock()
-        if self._path is None or now - self._checked < CHECK_S:
-            return
-        self._checked = now
-        try:
-            if stamp_of(self._path) != self._stamp:
-                self._use(self._read(self._path))
-                log("profiles_read", profiles=self.names)
-            self._problem = ""
-        except PageferryError as error:
-            if error.message != self._problem:
-                log("profiles_refused", level="error", reason=error.message, kept_profiles=self.names)
-            self._problem = error.message
+    def _use_again(self, profiles: ProfileSet) -> None:
+        self._use(profiles)
+        log("profiles_read", profiles=self.names)
 
-    def _read(self, path: Path) -> ProfileSet:
-        self._stamp = stamp_of(path)  # before it is read: a change in between is found the next time
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            message = f"router.profiles_file: {path} can't be read: {why}"
-            raise InvalidArgumentError(message, reason="BAD_PROFILES") from None
-        return parse_profiles(text, str(path))
+    def _refuse(self, reason: str) -> None:
+        log("profiles_refused", level="error", reason=reason, kept_profiles=self.names)
 
     def _use(self, profiles: ProfileSet) -> None:
         """Rules that are as before stay on or off as they are."""

@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pageferry.core.errors import InvalidArgumentError, PageferryError, PermissionDeniedError, UnauthenticatedError
+from pageferry.core.errors import PermissionDeniedError, UnauthenticatedError
 from pageferry.core.tenants import ANYBODY, Tenant, key_digest, parse_tenants, tenant_of
 from pageferry.router.account import Account
-from pageferry.runtime.file_stamp import Stamp, stamp_of
+from pageferry.router.watched_file import WatchedFile
 from pageferry.runtime.logs import log
-
-CHECK_S = 1.0  # how often the file is looked at, while calls come
 
 
 class Salts:
@@ -73,20 +71,18 @@ class Callers:
         """Without a file, anybody may call and ask for anything. Raises InvalidArgumentError for one that is wrong."""
         self._salts = Salts(salt_key)
         self._clock = clock
-        self._path = Path(tenants_file) if tenants_file else None
         self._anybody = Account(ANYBODY, clock)
         self._accounts: dict[str, Account] = {}
-        self._stamp: Stamp | None = None
-        self._checked = clock()
-        self._problem = ""  # with the file as it is, as was logged
-        if self._path is not None:
-            self._read(self._path)
+        self._file = None
+        if tenants_file:
+            self._file = WatchedFile(Path(tenants_file), "security.tenants_file", "BAD_TENANTS", parse_tenants, clock)
+            self._take(self._file.read())
 
     def of(self, authorization: Sequence[str]) -> Caller:
         """The caller with these values of `authorization`. Raises UnauthenticatedError; no error holds any of them."""
-        if self._path is None:
+        if self._file is None:
             return Caller(self._salts.of(authorization), self._anybody)
-        self._read_again(self._path)
+        self._file.look(self._take_again, self._refuse)
         if len(authorization) != 1:
             raise UnauthenticatedError("an API key is needed, as one authorization: Bearer KEY", reason="NO_API_KEY")
         scheme, _, key = authorization[0].partition(" ")
@@ -97,36 +93,16 @@ class Callers:
             raise UnauthenticatedError("the API key is not known", reason="UNKNOWN_API_KEY")
         return Caller(self._salts.of_tenant(tenant.name), self._accounts[tenant.name])
 
-    def _read_again(self, path: Path) -> None:
-        """Take the file over if it has changed; one that is wrong changes nothing."""
-        now = self._clock()
-        if now - self._checked < CHECK_S:
-            return
-        self._checked = now
-        try:
-            if stamp_of(path) != self._stamp:
-                self._read(path)
-                log("tenants_read", tenants=len(self._accounts))
-            self._problem = ""
-        except PageferryError as error:
-            if error.message != self._problem:
-                log("tenants_refused", level="error", reason=error.message, kept_tenants=len(self._accounts))
-            self._problem = error.message
-
-    def _read(self, path: Path) -> None:
-        self._stamp = stamp_of(path)  # before it is read: a change in between is found the next time
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise _unreadable(path, error) from None
-        tenants = parse_tenants(text, str(path))
+    def _take(self, tenants: Iterable[Tenant]) -> None:
         kept, self._accounts = self._accounts, {}
         for tenant in tenants:
             account = kept.get(tenant.name) or Account(tenant, self._clock)
             account.change(tenant)
             self._accounts[tenant.name] = account
 
+    def _take_again(self, tenants: Iterable[Tenant]) -> None:
+        self._take(tenants)
+        log("tenants_read", tenants=len(self._accounts))
 
-def _unreadable(path: Path, error: Exception) -> InvalidArgumentError:
-    reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-    return InvalidArgumentError(f"security.tenants_file: {path} can't be read: {reason}", reason="BAD_TENANTS")
+    def _refuse(self, reason: str) -> None:
+        log("tenants_refused", level="error", reason=reason, kept_tenants=len(self._accounts))

@@ -18,7 +18,8 @@ from pageferry.core.tenants import Tenant
 from pageferry.router.ask import Ask
 from pageferry.router.candidates import Demand
 from pageferry.router.lanes import Lanes
-from pageferry.router.profiles import CHECK_S, Profiles
+from pageferry.router.profiles import Profiles
+from pageferry.router.watched_file import CHECK_S
 from pageferry.runtime.metrics import RouterMetrics
 from pageferry.v1 import inference_pb2 as pb
 

@@ -18,7 +18,8 @@ from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError, 
 from pageferry.core.prefix import page_hashes
 from pageferry.core.tenants import key_digest
 from pageferry.router.gateway.http import build_app
-from pageferry.router.tenant import CHECK_S, Callers, Salts
+from pageferry.router.tenant import Callers, Salts
+from pageferry.router.watched_file import CHECK_S
 from pageferry.v1 import inference_pb2 as pb
 
 ONE, TWO = ["Bearer one"], ["Bearer two"]
