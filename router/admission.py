@@ -93,19 +93,23 @@ class Admission:
         self.check_model(request.model)
         _check_priority(request.priority, tenant)
         profile = self._profiles.choose(request.profile, tenant)
-        beam = beam_of(request, self._limits().max_num_seqs)
+        limits = self._limits()
+        beam = beam_of(request, limits.max_num_seqs)
         n, num_choices = _num_choices(request)
         num_kept = num_choices  # outputs that take pages of their own
         if beam is not None:
             num_choices, num_kept = 1, beam.width
         self._check_fields(request)
-        sampling = await self._sampling(request)
+        sampling = await self._sampling(request, self._of_model(limits))
         began = self._clock()
         prompt_ids = await self._prompts.of_generate(request)
         tokenize_s = self._clock() - began
-        self._model_limits.check_prompt_logprobs(sampling, len(prompt_ids))
+        limits = self._limits()  # workers may have come or gone meanwhile
+        self._of_model(limits).check_prompt_logprobs(sampling, len(prompt_ids))
         request_id = request.request_id or secrets.token_hex(8)
-        stop = self._stop(request.stop, len(prompt_ids), tenant.max_pages, num_kept, beam)
+        max_tokens = request.stop.max_tokens if request.stop.HasField("max_tokens") else None
+        most = limits.most_tokens(len(prompt_ids), max_tokens, tenant.max_pages, num_kept, is_beam=beam is not None)
+        stop = self._stop(request.stop, most)
         check_beside(beam, sampling, stop)
         return Admitted(
             request_id=request_id,
@@ -117,7 +121,7 @@ class Admission:
             skip_special=not request.HasField("skip_special_tokens") or request.skip_special_tokens,
             priority=profile.profile.priority_of(request.priority),
             cache_salt=cache_salt,
-            num_pages=self._limits().num_pages(len(prompt_ids), stop.max_tokens, num_kept),
+            num_pages=limits.num_pages(len(prompt_ids), stop.max_tokens, num_kept),
             tokenize_s=tokenize_s,
             n=n,
             num_choices=num_choices,
@@ -149,13 +153,12 @@ class Admission:
                 f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served, but {self.model!r} is", reason="MODEL_NOT_FOUND"
             )
 
-    @property
-    def _model_limits(self) -> ModelLimits:
-        return ModelLimits(self._vocab_size, self._limits().max_model_tokens)
+    def _of_model(self, limits: Limits) -> ModelLimits:
+        return ModelLimits(self._vocab_size, limits.max_model_tokens)
 
-    async def _sampling(self, request: GenerateRequest) -> SamplingParams:
+    async def _sampling(self, request: GenerateRequest, limits: ModelLimits) -> SamplingParams:
         sampling = sampling_from_proto(request.sampling, {"seed": secrets.randbits(64), **self._defaults})
-        self._model_limits.check_sampling(sampling)
+        limits.check_sampling(sampling)
         bad_words.check(request.bad_words)
         if sampling.grammar is not None:
             if request.HasField("beam"):
@@ -168,12 +171,7 @@ class Admission:
             sampling = replace(sampling, banned=(*sampling.banned, *banned))
         return sampling
 
-    def _stop(
-        self, stop: StopConditions, num_prompt: int, max_pages: int, num_kept: int, beam: BeamParams | None
-    ) -> StopParams:
-        max_tokens = stop.max_tokens if stop.HasField("max_tokens") else None
-        limits = self._limits()
-        most = limits.most_tokens(num_prompt, max_tokens, max_pages, num_kept, is_beam=beam is not None)
+    def _stop(self, stop: StopConditions, most: int) -> StopParams:
         stop_token_ids = frozenset(stop.stop_token_ids)
         if not stop.ignore_eos:
             stop_token_ids |= frozenset(self._tokenizer.eos_ids)

@@ -126,7 +126,7 @@ class Dispatcher:
             if self._lanes.holds(ask):
                 continue
             try:
-                if not self._send(ask, awaited):
+                if not self._send(ask, decodes, awaited):
                     return
             except PageferryError as error:
                 self.fail(ask, error)
@@ -136,7 +136,7 @@ class Dispatcher:
             if awaited and awaited.issuperset(decodes):
                 return
 
-    def _send(self, ask: Ask, awaited: set[Worker]) -> bool:
+    def _send(self, ask: Ask, decodes: Collection[Worker], awaited: set[Worker]) -> bool:
         """Send it off, or add those that it waits for to `awaited`; False where none behind it may go.
 
         Raises the PageferryError of one that waits in vain.
@@ -144,7 +144,6 @@ class Dispatcher:
         hopeless = self._able.why_hopeless(ask)
         if hopeless is not None:
             raise hopeless
-        decodes = self._fleet.ready(Role.DECODE)
         kept = awaited | self._lanes.reserved(ask, decodes)
         grant = self._grant(ask, kept)
         if grant is None:
