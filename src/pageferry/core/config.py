@@ -47,6 +47,7 @@ class ServerConfig:
     stall_s: float = 8.0  # after which an engine that has work and makes no progress is no longer SERVING
     max_message_bytes: int = 4 * 2**20  # a frame of a page must pass
     unknown_fields: str = "refuse"  # of bodies over HTTP; ignore: answers tell them in x-ignored-fields
+    page: bool = True  # the router's page at / of its HTTP port
     cors_origins: tuple[str, ...] = ()  # whose pages' scripts may call over HTTP, as https://example.org; *: anybody's
 
     def __post_init__(self) -> None:
@@ -177,6 +178,8 @@ class RouterConfig:
     salt_key: str = ""  # secret behind cache salts, the same on all routers of the same workers; empty: drawn at start
     chat_template: str = ""  # a file, whose template goes in place of the model's
     profiles_file: str = ""  # TOML, how requests of each kind are served; empty: those built in
+    discovery_s: float = 2.0  # between looks at the addresses behind a name, of workers given as dns:///NAME:PORT
+    picker_port: int = 0  # HTTP port of the router beside each decode worker, for gateways that ask where to; 0: off
     normalise_system: bool = True  # even out a system prompt's outer whitespace and line ends, so that equal ones share
 
     def __post_init__(self) -> None:
@@ -192,6 +195,8 @@ class RouterConfig:
             local_prefill_tokens=(0, math.inf),
             local_advantage=(1, 1e9),
             max_prompt_bytes=(1, math.inf),
+            discovery_s=(0.1, _MAX_SECONDS),
+            picker_port=(0, MAX_PORT),
         )
 
 
@@ -200,11 +205,19 @@ class TelemetryConfig:
     otlp_endpoint: str = ""  # host:port or URL; the workers' is the router where no collector is set
     metrics_port: int = 0  # 0: off (the router serves /metrics on its HTTP port)
     max_traces: int = 256  # that the router keeps in memory
+    kept_traces: int = 64  # of them, for requests that failed or were slow, when others push these out
+    slow_request_s: float = 10.0  # from when on a request is slow
+    sample_ratio: float = 1.0  # of the requests whose caller says nothing of sampling, those with a trace
+    trace_steps: bool = False  # workers also trace each step of a batch, linked to its requests
+    trace_url: str = ""  # where a collector shows a trace, as https://host/trace/{trace_id}; the page links there
     log_level: str = "info"
 
     def __post_init__(self) -> None:
         _check_choice("log_level", self.log_level, LOG_LEVELS)
-        _check_ranges(self, metrics_port=(0, MAX_PORT), max_traces=(1, math.inf))
+        _check_ranges(self, metrics_port=(0, MAX_PORT), max_traces=(1, math.inf), kept_traces=(0, math.inf))
+        _check_ranges(self, slow_request_s=(0, _MAX_SECONDS), sample_ratio=(0.0, 1.0))
+        if self.trace_url and "{trace_id}" not in self.trace_url:
+            raise invalid("trace_url", self.trace_url, "must hold {trace_id}")
 
 
 @dataclass(frozen=True, slots=True)
