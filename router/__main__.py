@@ -45,7 +45,7 @@ async def main(config: Config, stop: asyncio.Event) -> int:
     """Serve until `stop`, then drain."""
     log("starting", config=config.describe())
     if not config.router.decode:
-        raise invalid("router.decode", config.router.decode, "must name at least one decode worker as host:port")
+        raise invalid("router.decode", config.router.decode, "must name at least one decode worker")
     metrics = RouterMetrics()
     traces = TraceStore(config.telemetry.max_traces)
     certificates = Certificates.of(config.security)
@@ -68,8 +68,9 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry, cert
     fleet = Fleet(
         config.router.prefill,
         config.router.decode,
-        lambda address: open_channel(address, telemetry.tracer, certificates),
+        lambda address, name: open_channel(address, telemetry.tracer, certificates, name=name),
         model=files.name,
+        discovery_s=config.router.discovery_s,
     )
     frontend = Frontend(config, load_config_of(files), tokenizer, fleet, telemetry, sampling_defaults(files))
     server_config = replace(config.server, max_message_bytes=max(config.server.max_message_bytes, _MIN_MESSAGE_BYTES))
@@ -168,7 +169,7 @@ async def _follow_readiness(server: GrpcServer, frontend: Frontend, fleet: Fleet
         if frontend.ready != was_ready:
             was_ready = frontend.ready
             await server.set_serving(was_ready)
-            problems = {w.address: f"{w.state.value}: {w.reason}" for w in fleet.workers if not w.is_ready}
+            problems = {one.address: f"{one.state}: {one.reason}" for one in fleet.status() if one.reason}
             log("ready" if was_ready else "not_ready", level="info" if was_ready else "warning", unready=problems)
 
 

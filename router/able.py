@@ -52,13 +52,13 @@ class AbleWorkers:
         return UnavailableError(reason, reason="NO_WORKER", retry_after_ms=RETRY_AFTER_MS) if reason else None
 
     def _why_no_format(self, ask: Ask) -> str:
-        """Why no decode worker, ready or not, could keep its pages; empty where one could, or was never seen."""
+        """Why no decode worker, ready or not, could keep its pages; empty where one could, or none was seen."""
         layouts = [worker.view.layout for worker in self._fleet.of(Role.DECODE)]
-        if any(layout is None or ask.demand.accepts(layout) for layout in layouts):
+        if not layouts or any(layout is None or ask.demand.accepts(layout) for layout in layouts):
             return ""
         wanted = ", ".join(map(str, ask.demand.page_formats))
         there = ", ".join(sorted({str(layout.format) for layout in layouts if layout is not None}))
-        return f"profile {ask.profile.name} wants pages in one of {wanted}; decode workers have {there or 'none'}"
+        return f"profile {ask.profile.name} wants pages in one of {wanted}; decode workers have {there}"
 
     def _why_no_decode(self, ask: Ask) -> str:
         """Why no decode worker that is there will do, as where the largest has gone since the request was admitted.

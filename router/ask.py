@@ -28,9 +28,17 @@ class Grant:
     prefill_work: Dispatched | None = None
     decode_work: Dispatched | None = None
     lane: "set[Grant] | None" = None  # those of its profile that are under way
+    _counted: list[Worker] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._counted = [worker for worker in (self.prefill, self.decode) if worker is not None]
+        for worker in self._counted:
+            worker.num_granted += 1
 
     def release(self) -> None:
         """The work is over, or was never begun; idempotent."""
+        while self._counted:
+            self._counted.pop().num_granted -= 1
         if self.lane is not None:
             self.lane.discard(self)
         for worker, work in ((self.prefill, self.prefill_work), (self.decode, self.decode_work)):

@@ -3,48 +3,73 @@
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import grpc
 
+from pageferry.core.addresses import parse_worker
 from pageferry.core.errors import FailedPreconditionError
+from pageferry.router.discovery import Discovery
 from pageferry.router.workers import Role, Worker, WorkerState
 from pageferry.runtime.logs import log
+from pageferry.runtime.names import Resolve, system_resolver
+from pageferry.v1.inference_pb2 import WorkerStatus
 
+# Of an address, and the name that its certificate must have; empty: the address's host.
+OpenChannel = Callable[[str, str], grpc.aio.Channel]
 SILENCE_S = 3.0  # without a message (one comes every half second) after which a worker is not trusted any more
 
 
 class Fleet:
-    """All configured workers. `listeners` are called after every change that was heard of."""
+    """All configured workers, and those behind configured names. `listeners` are called after every change heard of."""
 
     def __init__(
         self,
         prefill: Iterable[str],
         decode: Iterable[str],
-        open_channel: Callable[[str], grpc.aio.Channel],
+        open_channel: OpenChannel,
         *,
         model: str,
         silence_s: float = SILENCE_S,
+        discovery_s: float = 2.0,
+        resolve: Resolve | None = None,
     ) -> None:
-        addresses = [*((Role.PREFILL, address) for address in prefill), *((Role.DECODE, address) for address in decode)]
-        self.workers = [Worker(role, address, open_channel(address), model) for role, address in addresses]
+        """`prefill` and `decode` have host:port, or dns:///name:port, which is looked up every `discovery_s`."""
+        self.workers: list[Worker] = []
         self.listeners: list[Callable[[], None]] = []
+        self._open_channel = open_channel
+        self._model = model
         self._silence_s = silence_s
-        self._tasks: list[asyncio.Task[None]] = []
+        self._discovery_s = discovery_s
+        self._names: list[Discovery] = []
+        self._tasks: dict[Worker | Discovery, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._is_started = False
+        for role, text in (*((Role.PREFILL, text) for text in prefill), *((Role.DECODE, text) for text in decode)):
+            name = parse_worker(role.value, text)
+            if name is None:
+                self._add(role, text)
+            else:
+                resolve = resolve or system_resolver()
+                self._names.append(Discovery(role, text, name, resolve))
 
     def start(self) -> None:
-        self._tasks = [
-            asyncio.create_task(worker.watch(self._changed, self._silence_s), name=f"watch {worker.address}")
-            for worker in self.workers
-        ]
+        self._is_started = True
+        for worker in self.workers:
+            self._watch(worker)
+        for name in self._names:
+            follow = name.follow(partial(self._on_lookup, name), self._discovery_s)
+            self._tasks[name] = asyncio.create_task(follow, name=f"discover {name.text}")
 
     async def close(self) -> None:
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        for task in self._tasks:
+        for task in self._tasks.values():
             with suppress(asyncio.CancelledError):
                 await task
         for worker in self.workers:
             await worker.close()
+        await asyncio.gather(*self._leaving)
 
     def of(self, role: Role) -> list[Worker]:
         return [worker for worker in self.workers if worker.role is role]
@@ -58,23 +83,69 @@ class Fleet:
         """Whether requests can be served: a decode worker is ready, and a prefill worker is, or all of those have died.
 
         A decode worker alone can serve, so a fleet stays ready when its prefill workers die. It is not where one is yet
-        to be seen first, or one was refused: that is a mistake of who has set it up, and shall show.
+        to be seen first, or one was refused: that is a mistake of who has set it up, and shall show. Of those behind a
+        name any is enough to have been seen.
         """
-        unready = (WorkerState.WARMING, WorkerState.REFUSED)
-        hindered = any(worker.state in unready for worker in self.of(Role.PREFILL))
+        hindered = any(not name.was_met for name in self._names if name.role is Role.PREFILL)
+        for worker in self.of(Role.PREFILL):
+            is_unseen = worker.state is WorkerState.WARMING and not worker.name
+            hindered = hindered or is_unseen or worker.state is WorkerState.REFUSED
         return bool(self.ready(Role.DECODE)) and (bool(self.ready(Role.PREFILL)) or not hindered)
 
     def why_hopeless(self) -> str:
         """Why no decode worker can serve, nor is about to be able to; empty where one can or is."""
-        decodes = self.of(Role.DECODE)
-        if any(worker.is_hopeful for worker in decodes):
+        if any(worker.is_hopeful for worker in self.of(Role.DECODE)):
             return ""
-        states = "; ".join(f"{worker.address} is {worker.state.value} ({worker.reason})" for worker in decodes)
+        decodes = [status for status in self.status() if status.role == Role.DECODE.value]
+        states = "; ".join(f"{status.address} is {status.state} ({status.reason})" for status in decodes)
         return f"no decode worker is ready: {states or 'none is configured'}"
+
+    def status(self) -> list[WorkerStatus]:
+        """Of each worker, and of each name with which something is wrong, as if it were one."""
+        names = (name.status(len(self._behind(name))) for name in self._names)
+        return [*(worker.status() for worker in self.workers), *(status for status in names if status is not None)]
+
+    def _behind(self, name: Discovery) -> list[Worker]:
+        return [worker for worker in self.of(name.role) if worker.name == name.text]
+
+    def _on_lookup(self, name: Discovery) -> None:
+        """Workers that are new begin; one that has gone ends once others have taken its place, or it is lost."""
+        known = self._behind(name)
+        for address in sorted(name.addresses - {worker.address for worker in known}):
+            self._add(name.role, address, name)
+        is_replaced = any(worker.is_ready for worker in known if worker.address in name.addresses)
+        for worker in known:
+            has_gone = worker.address not in name.addresses
+            worker.farewell = f"{name.text} leads there no more" if has_gone and is_replaced else ""
+            if has_gone and not worker.num_granted and (is_replaced or not worker.is_alive):
+                self._remove(worker)
+        self._changed()
+
+    def _add(self, role: Role, address: str, name: Discovery | None = None) -> None:
+        channel = self._open_channel(address, name.host if name is not None else "")
+        worker = Worker(role, address, channel, self._model, name.text if name is not None else "")
+        self.workers.append(worker)
+        if self._is_started:
+            log("worker_added", role=role.value, address=address)
+            self._watch(worker)
+
+    def _watch(self, worker: Worker) -> None:
+        watch = worker.watch(self._changed, self._silence_s)
+        self._tasks[worker] = asyncio.create_task(watch, name=f"watch {worker.address}")
+
+    def _remove(self, worker: Worker) -> None:
+        """Of which nobody has any use."""
+        log("worker_removed", role=worker.role.value, address=worker.address, state=worker.state.value)
+        self.workers.remove(worker)
+        leaving = asyncio.create_task(_end(worker, self._tasks.pop(worker)), name=f"leave {worker.address}")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
 
     def _changed(self) -> None:
         before = [worker.misfit for worker in self.workers]
         refuse_misfits(self.workers)
+        for name in self._names:
+            name.was_met = name.was_met or any(worker.is_alive for worker in self._behind(name))
         for worker, misfit in zip(self.workers, before, strict=True):
             if worker.misfit and worker.misfit != misfit:
                 role, address = worker.role.value, worker.address
@@ -83,15 +154,27 @@ class Fleet:
             listener()
 
 
+async def _end(worker: Worker, watch: "asyncio.Task[None]") -> None:
+    watch.cancel()
+    with suppress(asyncio.CancelledError):
+        await watch
+    await worker.close()
+
+
 def refuse_misfits(workers: Sequence[Worker]) -> None:
     """Set `misfit` of each worker that is connected, by itself and by the page layouts of the other role's workers.
 
     A worker fits if pages can be shipped between it and a connected one of the other role; where none is connected, it
-    fits too.
+    fits too. Of several addresses that lead to one process, as those of two IP families may, the first is used.
     """
     for worker in workers:
         worker.misfit = worker.own_misfit()
+    first: dict[tuple[Role, bytes], Worker] = {}
     connected = [worker for worker in workers if worker.state in (WorkerState.READY, WorkerState.DRAINING)]
+    for worker in connected:
+        twin = first.setdefault((worker.role, worker.view.incarnation), worker)
+        if twin is not worker:
+            worker.misfit = f"it is the process that {twin.address} leads to"
     problems = {worker: _layout_problem(worker, connected) for worker in connected}
     for worker, problem in problems.items():
         if problem and not worker.misfit:

@@ -211,7 +211,7 @@ class Frontend:
     def get_status(self, authorization: Sequence[str] = ()) -> pb.GetStatusResponse:
         self.check_admin(authorization, "the status")
         return pb.GetStatusResponse(
-            workers=[worker.status() for worker in self._fleet.workers],
+            workers=self._fleet.status(),
             queued=self._dispatcher.num_queued,
             running=self._live.num_answers - self._dispatcher.num_queued,
             profiles=self._dispatcher.profile_status(),

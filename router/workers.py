@@ -48,11 +48,15 @@ class WorkerState(Enum):
 class Worker:
     """One worker: its channel, what is known of it, and whether it may be used."""
 
-    def __init__(self, role: Role, address: str, channel: grpc.aio.Channel, model: str) -> None:
+    def __init__(self, role: Role, address: str, channel: grpc.aio.Channel, model: str, name: str = "") -> None:
+        """`name` is the configured one behind which the address was found, if it was."""
         self.role = role
         self.address = address
+        self.name = name
         self.view = WorkerView()
         self.misfit = ""  # why it can't work with any worker of the other role; set by the fleet
+        self.farewell = ""  # why it gets no more work, though it would take it; set by the fleet
+        self.num_granted = 0  # requests that were given leave to use it, and are not over
         self.prefill: PrefillServiceAsyncStub = PrefillServiceStub(channel)
         self.decode: DecodeServiceAsyncStub = DecodeServiceStub(channel)
         self.feed = Feed(self.decode.Subscribe)
@@ -71,7 +75,7 @@ class Worker:
             return WorkerState.REFUSED
         if self.view.is_stalled:
             return WorkerState.STALE
-        return WorkerState.DRAINING if self.view.draining else WorkerState.READY
+        return WorkerState.DRAINING if self.view.draining or self.farewell else WorkerState.READY
 
     @property
     def reason(self) -> str:
@@ -80,7 +84,7 @@ class Worker:
             return self._link_reason
         if self.misfit or self.view.is_stalled:
             return self.misfit or _STALLED
-        return "it takes no more work" if self.view.draining else ""
+        return "it takes no more work" if self.view.draining else self.farewell
 
     @property
     def is_ready(self) -> bool:
@@ -90,6 +94,11 @@ class Worker:
     def is_hopeful(self) -> bool:
         """Whether it is ready, or may be so again in a moment."""
         return self.is_ready or self._link is WorkerState.STALE
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is heard of, or may be again in a moment."""
+        return self._link in (WorkerState.READY, WorkerState.STALE)
 
     @contextmanager
     def relied_on(self, on_lost: Callable[[PageferryError], None]) -> Iterator[None]:

@@ -132,9 +132,9 @@ def test_the_violation_names_section_and_field() -> None:
         ("scheduler.max_num_seqs", 0, "must be from 1 to 4096"),
         ("scheduler.chunk_tokens", 0, "must be at least 1"),
         ("scheduler.batch_window_ms", float("nan"), "must be from 0 to 60000"),
-        ("router.prefill", ["localhost"], "must be host:port with a port from 1 to 65535"),
-        ("router.decode", [":1"], "must be host:port with a port from 1 to 65535"),
-        ("router.decode", ["a:0"], "must be host:port with a port from 1 to 65535"),
+        ("router.prefill", ["localhost"], "must be host:port or dns:///name:port with a port from 1 to 65535"),
+        ("router.decode", [":1"], "must be host:port or dns:///name:port with a port from 1 to 65535"),
+        ("router.decode", ["a:0"], "must be host:port or dns:///name:port with a port from 1 to 65535"),
         ("telemetry.log_level", "loud", "must be one of debug, info, warning, error"),
     ],
 )

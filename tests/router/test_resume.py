@@ -82,10 +82,10 @@ async def pause(
 def fall_silent(router: Rig, fake: FakeDecode | FakePrefill) -> None:
     """Let a worker say nothing any more, and the router notice soon; only of this one, however busy the machine."""
     fake.awake.clear()
-    for index, worker in enumerate(router.fleet.workers):
+    for worker in router.fleet.workers:
         if worker.address == fake.address:
-            router.fleet._tasks[index].cancel()
-            router.fleet._tasks[index] = asyncio.create_task(worker.watch(router.fleet._changed, silence_s=0.1))
+            router.fleet._tasks[worker].cancel()
+            router.fleet._tasks[worker] = asyncio.create_task(worker.watch(router.fleet._changed, silence_s=0.1))
 
 
 async def fill(router: Rig) -> None:

@@ -330,6 +330,9 @@ class Rig:
     silence_s: float = 5
     subscriptions: bool = True  # decode workers tell of all calls in one stream
     admin: tuple[str, ...] = ()  # credentials with which the status is asked for
+    # What a resolver says of the names `prefill` and `decode`; set: workers are found there, and put there by tests.
+    behind: dict[str, set[str] | OSError] | None = None
+    at: dict[str, str] = field(default_factory=dict)  # the worker's own address, by the one that was looked up
     tickets: dict[bytes, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
@@ -348,14 +351,18 @@ class Rig:
             prefill=tuple(prefill.address for prefill in self.prefills),
             decode=tuple(decode.address for decode in self.decodes),
         )
+        if self.behind is not None:
+            router = replace(router, prefill=("dns:///prefill:1",), decode=("dns:///decode:1",))
         files = resolve_model(self.model_dir)
         self.tokenizer = load_tokenizer(files)
         self.fleet = Fleet(
             router.prefill,
             router.decode,
-            lambda address: open_channel(address, tracer),
+            lambda address, _: open_channel(self.at.get(address, address), tracer),
             model=MODEL,
             silence_s=self.silence_s,
+            discovery_s=0.01,
+            resolve=self._resolve,
         )
         self.metrics = RouterMetrics()
         self.frontend = Frontend(
@@ -389,6 +396,13 @@ class Rig:
         worker.address = f"127.0.0.1:{await server.start()}"
         worker.server = server
         return server
+
+    async def _resolve(self, host: str) -> frozenset[str]:
+        assert self.behind is not None
+        found = self.behind[host]
+        if isinstance(found, OSError):
+            raise found
+        return frozenset(found)
 
     @property
     def prefill(self) -> FakePrefill:

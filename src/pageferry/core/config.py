@@ -4,12 +4,13 @@ import math
 import re
 from dataclasses import asdict, dataclass, field, fields
 
+from pageferry.core.addresses import parse_worker
 from pageferry.core.drafts import DraftSource
 from pageferry.core.errors import invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import MAX_FRAME_BYTES
-from pageferry.core.ports import MAX_PORT, is_port
+from pageferry.core.ports import MAX_PORT
 from pageferry.core.security import SecurityConfig
 
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
@@ -158,15 +159,9 @@ class HandoffConfig:
         _check_ranges(self, lease_ms=(1, 3_600_000), reservation_ms=(1, 3_600_000), max_frames_in_flight=(1, 1024))
 
 
-def _check_address(name: str, address: str) -> None:
-    host, _, port = address.rpartition(":")
-    if not host or not is_port(port):
-        raise invalid(name, address, f"must be host:port with a port from 1 to {MAX_PORT}")
-
-
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    prefill: tuple[str, ...] = ()  # host:port each
+    prefill: tuple[str, ...] = ()  # host:port each, or dns:///name:port for all addresses behind a name
     decode: tuple[str, ...] = ()
     max_queue: int = 1024  # requests that wait; one more is refused
     prefill_retries: int = 1  # on another prefill worker, before the decode worker computes the prompt
@@ -185,7 +180,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         for name, addresses in (("prefill", self.prefill), ("decode", self.decode)):
             for address in addresses:
-                _check_address(name, address)
+                parse_worker(name, address)
         _check_ranges(
             self,
             max_queue=(1, math.inf),

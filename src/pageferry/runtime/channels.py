@@ -43,10 +43,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
-def open_channel(address: str, tracer: Tracer, certificates: Certificates | None = None) -> grpc.aio.Channel:
+def open_channel(
+    address: str, tracer: Tracer, certificates: Certificates | None = None, *, name: str = ""
+) -> grpc.aio.Channel:
     """A channel to host:port, or to several as `parse_target` reads them. The caller closes it.
 
-    Without certificates nothing is encrypted. With them, the server must show one that is signed by whom they trust.
+    Without certificates nothing is encrypted. With them, the server must show one that is signed by whom they trust,
+    for the name that they say, else for `name`, else for the host of the address.
 
     A call's span has the one current at the call as its parent, and ends with the call. A streaming call is cancelled
     once nothing refers to it, as when a loop over it is left.
@@ -56,7 +59,7 @@ def open_channel(address: str, tracer: Tracer, certificates: Certificates | None
     if certificates is None:
         return _TracedChannel(grpc.aio.insecure_channel(target.uri, options=options), tracer)
     check_name(target, certificates.files)
-    return _TracedChannel(SecureChannel(target, options, certificates), tracer)
+    return _TracedChannel(SecureChannel(target, options, certificates, name), tracer)
 
 
 class _TracedChannel(grpc.aio.Channel):

@@ -29,9 +29,10 @@ class _Connection:
 class SecureChannel(grpc.aio.Channel):
     """Needs a running loop where it is opened."""
 
-    def __init__(self, target: Target, options: Options, certificates: Certificates) -> None:
+    def __init__(self, target: Target, options: Options, certificates: Certificates, name: str = "") -> None:
+        """`name` is the server's, where neither the certificates' files nor the target say it."""
         self._uri = target.uri
-        self._options = (*options, *channel_options(certificates.files))
+        self._options = (*options, *channel_options(certificates.files, name))
         self._certificates = certificates
         self._current = self._open()
         self._retired: set[_Connection] = set()

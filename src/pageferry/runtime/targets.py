@@ -4,6 +4,7 @@ import ipaddress
 import json
 from dataclasses import dataclass
 
+from pageferry.core.addresses import host_port
 from pageferry.core.errors import invalid
 from pageferry.core.ports import is_port
 
@@ -62,7 +63,7 @@ def parse_target(text: str) -> Target:
     versions = {host.version for host, _ in hosts}
     if len(versions) > 1:
         raise invalid("address", text, "must not mix IPv4 and IPv6 addresses")
-    joined = ",".join(f"[{host}]:{port}" if host.version == 6 else f"{host}:{port}" for host, port in hosts)
+    joined = ",".join(host_port(str(host), port) for host, port in hosts)
     return Target(f"ipv{versions.pop()}:{joined}", has_name=False, options=_SEVERAL_OPTIONS)
 
 

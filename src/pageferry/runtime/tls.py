@@ -125,8 +125,10 @@ class Certificates:
         return [stamp_of(path) for path in self.files.paths]
 
 
-def channel_options(files: TlsFiles) -> tuple[tuple[str, str]] | tuple[()]:
-    return (("grpc.ssl_target_name_override", files.server_name),) if files.server_name else ()
+def channel_options(files: TlsFiles, name: str = "") -> tuple[tuple[str, str]] | tuple[()]:
+    """`name` is that of the server, where the files say none."""
+    expected = files.server_name or name
+    return (("grpc.ssl_target_name_override", expected),) if expected else ()
 
 
 def check_name(target: Target, files: TlsFiles) -> None:

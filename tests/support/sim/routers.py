@@ -36,7 +36,7 @@ class RouterNode(Node):
         router = replace(self.settings.router, prefill=tuple(prefill), decode=tuple(decode))
         config = replace(self.config, router=router, scheduler=self.settings.scheduler)
         self.metrics = RouterMetrics()
-        fleet = Fleet(prefill, decode, lambda address: open_channel(address, tracer), model=MODEL.name)
+        fleet = Fleet(prefill, decode, lambda address, _: open_channel(address, tracer), model=MODEL.name)
         telemetry = Telemetry(tracer, self.metrics)
         self.frontend = Frontend(config, MODEL, _tokenizer(), fleet, telemetry, clock=self.loop.time)
         async with GrpcServer(config.server, tracer) as self.server:
