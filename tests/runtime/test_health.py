@@ -19,7 +19,7 @@ from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.health import keep_health_true
 from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.server import LIVENESS, GrpcServer
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.v1 import decode_pb2, decode_pb2_grpc
 from pageferry.v1.inference_pb2 import WorkerLoad
@@ -55,6 +55,7 @@ class Watched:
         self.publisher.publish(WorkerLoad(running=3))
         self.statuses: list[int] = []
         self.decode: Any = decode_pb2_grpc.DecodeServiceStub(channel)
+        self.channel = channel
         self._health: Any = health_pb2_grpc.HealthStub(channel)
         self._told = asyncio.Event()
         self._parts = (self.engine, server, self.publisher, stall_s)
@@ -80,6 +81,12 @@ class Watched:
             while self.statuses[-1:] != [status]:
                 self._told.clear()
                 await self._told.wait()
+
+    async def until_liveness(self, status: int) -> None:
+        """Which is told right after the other."""
+        async with asyncio.timeout(30):
+            while await liveness(self.channel) != status:
+                await asyncio.sleep(0.01)
 
     async def do(self, work: Callable[[], object]) -> None:
         await self.engine.call(lambda: setattr(self.stepper, "work", work))
@@ -159,3 +166,25 @@ async def test_a_stall_that_ends_while_the_server_drains_does_not_make_it_serve_
         await server.drain(0)
         await server.set_serving(True)
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+
+
+async def liveness(channel: grpc.aio.Channel) -> int:
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    return int((await health.Check(health_pb2.HealthCheckRequest(service=LIVENESS))).status)
+
+
+async def test_only_a_stall_is_a_reason_to_restart() -> None:
+    async with loopback(NoOpTracer()) as (server, channel):
+        assert await liveness(channel) == SERVING  # as while a model is loading
+        await server.set_serving(True)
+        assert await liveness(channel) == SERVING
+        await server.drain(0)
+        assert await liveness(channel) == SERVING
+    async with watched(0.2) as worker:
+        release = threading.Event()
+        await worker.do(lambda: release.wait(60))
+        await worker.until(NOT_SERVING)
+        await worker.until_liveness(NOT_SERVING)
+        release.set()
+        await worker.until(SERVING)
+        await worker.until_liveness(SERVING)

@@ -27,6 +27,7 @@ async def keep_health_true(engine: Watched, server: GrpcServer, publisher: Publi
             log("engine_moves_again")
         publisher.set_stalled(stalled)
         await server.set_serving(not stalled, refusal=_stalled if stalled else None)
+        await server.set_alive(not stalled)
 
 
 async def _changes(engine: Watched, watchdog: Watchdog) -> AsyncIterator[bool]:

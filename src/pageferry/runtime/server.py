@@ -34,6 +34,9 @@ _LONGEST_QUIET_S = 2.0
 _MAX_METADATA_BYTES = 16 * 2**10
 HANDSHAKE_TIMEOUT_MS = 10_000  # for a new connection to say what it is
 _MAX_HEALTH_BYTES = 4096
+# A name of the health service, for probes that restart what does not serve it: loading, draining or waiting for other
+# services is no reason to.
+LIVENESS = "liveness"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class GrpcServer:
         reflected = [service for service in self._services if service]
         reflection.enable_server_reflection([*reflected, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self.set_serving(False)
+        await self.set_alive(True)
         self.port = self._listen(self._server, "server.port", self._config.port, self._security)
         await self._serve_health_alone()
         await self._server.start()
@@ -127,6 +131,10 @@ class GrpcServer:
         """
         if not self._draining:
             await self._tell(serving, refusal)
+
+    async def set_alive(self, alive: bool) -> None:
+        """What health checks of LIVENESS answer: whether a restart would not help."""
+        await self._health.set(LIVENESS, _SERVING if alive else _NOT_SERVING)
 
     async def _tell(self, serving: bool, refusal: Callable[[], PageferryError] | None) -> None:
         self._interceptor.refusal = refusal
