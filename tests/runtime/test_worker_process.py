@@ -190,5 +190,6 @@ async def test_what_runs_in_the_background_gives_its_result_or_its_error() -> No
 def test_the_advertised_host_is_one_that_peers_can_reach() -> None:
     assert advertised_host(ServerConfig(host="10.0.0.7")) == "10.0.0.7"
     assert advertised_host(ServerConfig(host="0.0.0.0", advertised_host="decode-0.decode")) == "decode-0.decode"
+    assert advertised_host(ServerConfig(host="::", advertised_host="fd00::7")) == "[fd00::7]"  # a pod's, say
     with pytest.raises(InvalidArgumentError, match=r"advertised_host.*0\.0\.0\.0"):
         advertised_host(ServerConfig(host="0.0.0.0"))

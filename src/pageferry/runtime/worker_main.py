@@ -161,10 +161,9 @@ def _log_progress(text: str) -> None:
 
 
 def advertised_host(server: ServerConfig) -> str:
-    """The host that peers are told. Raises InvalidArgumentError where it isn't set and `host` says "all"."""
-    if server.advertised_host:
-        return server.advertised_host
-    if server.host in _WILDCARDS:
+    """The host that peers are told, as it stands before a port. InvalidArgumentError where only "all" is set."""
+    host = server.advertised_host or server.host
+    if host in _WILDCARDS:
         limit = f"must be the name or address by which peers reach this process, as server.host is {server.host}"
         raise invalid("server.advertised_host", server.advertised_host, limit)
-    return server.host
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
