@@ -82,12 +82,6 @@ class Watched:
                 self._told.clear()
                 await self._told.wait()
 
-    async def until_liveness(self, status: int) -> None:
-        """Which is told right after the other."""
-        async with asyncio.timeout(30):
-            while await liveness(self.channel) != status:
-                await asyncio.sleep(0.01)
-
     async def do(self, work: Callable[[], object]) -> None:
         await self.engine.call(lambda: setattr(self.stepper, "work", work))
 
@@ -184,7 +178,7 @@ async def test_only_a_stall_is_a_reason_to_restart() -> None:
         release = threading.Event()
         await worker.do(lambda: release.wait(60))
         await worker.until(NOT_SERVING)
-        await worker.until_liveness(NOT_SERVING)
+        assert await liveness(worker.channel) == NOT_SERVING
         release.set()
         await worker.until(SERVING)
-        await worker.until_liveness(SERVING)
+        assert await liveness(worker.channel) == SERVING

@@ -26,8 +26,8 @@ async def keep_health_true(engine: Watched, server: GrpcServer, publisher: Publi
         else:
             log("engine_moves_again")
         publisher.set_stalled(stalled)
-        await server.set_serving(not stalled, refusal=_stalled if stalled else None)
         await server.set_alive(not stalled)
+        await server.set_serving(not stalled, refusal=_stalled if stalled else None)
 
 
 async def _changes(engine: Watched, watchdog: Watchdog) -> AsyncIterator[bool]:
