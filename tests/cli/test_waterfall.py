@@ -36,28 +36,6 @@ def test_one_span() -> None:
 
 def test_no_spans() -> None:
     assert waterfall.render(TracesData()) == ["the trace has no spans"]
-    assert not waterfall.is_whole(TracesData())
-
-
-@pytest.mark.parametrize("lost", [*range(1, 12), None])
-def test_a_trace_is_whole_when_every_call_has_both_ends(lost: int | None) -> None:
-    data = example()
-    for resource in data.resource_spans:
-        spans = resource.scope_spans[0].spans
-        for index, candidate in enumerate(spans):
-            if lost is not None and candidate.span_id == lost.to_bytes(8):
-                del spans[index]
-                break
-    is_leaf = lost in (2, 6, 9, 11)  # spans of which nothing else tells
-    assert waterfall.is_whole(data) == (lost is None or is_leaf)
-
-
-def test_json_has_the_same_order() -> None:
-    spans = waterfall.as_json(example())
-    assert [entry["name"] for entry in spans[:3]] == ["pageferry.request", "queue", "route"]
-    assert spans[0]["parent_span_id"] == "" and spans[1]["parent_span_id"] == spans[0]["span_id"]
-    chunk = next(entry for entry in spans if entry["name"] == "prefill.chunk")
-    assert chunk["duration_ms"] == 48 and chunk["attributes"]["pageferry.chunk.tokens"] == 37
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ from pageferry.cli.arguments import default_api_key
 from pageferry.cli.generate import handoff_text, stream_answer
 from pageferry.cli.launch import Launch, plan
 from pageferry.cli.up import report_progress, started
-from pageferry.cli.waterfall import Node, trees
 from pageferry.client import Client, Options, Result
 from pageferry.core.config import Config
 from pageferry.core.errors import InternalError
 from pageferry.core.read_config import load_config
+from pageferry.runtime.span_trees import Node, trees
 
 QUESTION = "What is the capital of France?"
 # The question is short: a decode worker would compute it itself, and a usual chunk would hold all of it.

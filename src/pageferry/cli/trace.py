@@ -14,6 +14,7 @@ from pageferry.cli import waterfall
 from pageferry.cli.arguments import add_address, connection_of
 from pageferry.client import Client
 from pageferry.core.errors import NotFoundError
+from pageferry.runtime import span_trees
 
 LATE_SPANS_S = 3.0  # workers export a little after a request has ended
 _POLL_S = 0.1
@@ -43,7 +44,7 @@ async def whole_trace(client: Client, trace_id: str) -> TracesData:
             if late or error.reason == "NO_TRACE_STORE":
                 raise
         else:
-            if late or waterfall.is_whole(data):
+            if late or span_trees.is_whole(data):
                 return data
         await asyncio.sleep(_POLL_S)
 
@@ -65,7 +66,7 @@ async def _trace(arguments: argparse.Namespace) -> int:
     async with Client(arguments.address, **connection_of(arguments)) as client:
         data = await whole_trace(client, "" if arguments.id == "last" else arguments.id)
     if arguments.json:
-        print(json.dumps({"trace_id": trace_id_of(data), "spans": waterfall.as_json(data)}, ensure_ascii=False))
+        print(json.dumps({"trace_id": trace_id_of(data), "spans": span_trees.as_json(data)}, ensure_ascii=False))
     else:
         show(data, sys.stdout)
     return 0

@@ -1,0 +1,117 @@
+"""A trace's spans as trees, in the order that shows them one below the other."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, Status, TracesData
+
+from pageferry.runtime.trace_store import REQUEST_SPAN
+
+Value = str | float | bool | list[str]
+
+
+@dataclass(slots=True)
+class Node:
+    """A span with those that it is the parent of, earliest first."""
+
+    name: str
+    service: str
+    kind: str  # "client", "server", or empty
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    error: str  # empty where the span is fine
+    attributes: dict[str, Value]
+    children: list["Node"] = field(default_factory=list)
+
+    @property
+    def duration_ms(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e6
+
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, "Node"]]:
+        """The node and all below it, each with its depth, in the order of the waterfall."""
+        yield depth, self
+        for child in self.children:
+            yield from child.walk(depth + 1)
+
+
+def trees(data: TracesData) -> list[Node]:
+    """The spans as trees; a span whose parent is not in the trace is a root."""
+    nodes = [node for resource in data.resource_spans for node in _nodes(resource)]
+    nodes.sort(key=lambda node: (node.start_ns, node.end_ns))
+    by_id = {node.span_id: node for node in nodes}
+    roots: list[Node] = []
+    for node in nodes:
+        parent = by_id.get(node.parent_id)
+        (parent.children if parent is not None else roots).append(node)
+    return roots
+
+
+def is_whole(data: TracesData) -> bool:
+    """Whether the request's span is there, every parent is, and the other end of every call."""
+    roots = trees(data)
+    if [root.name for root in roots] != [REQUEST_SPAN]:
+        return False
+    calls = [node for _, node in roots[0].walk() if node.kind == "client"]
+    return all(any(child.kind == "server" for child in call.children) for call in calls)
+
+
+def as_json(data: TracesData) -> list[dict[str, object]]:
+    """The spans as plain objects, in the order of the waterfall."""
+    return [
+        {
+            "name": node.name,
+            "service": node.service,
+            "kind": node.kind or "internal",
+            "span_id": node.span_id,
+            "parent_span_id": node.parent_id,
+            "depth": depth,
+            "start_unix_ns": node.start_ns,
+            "duration_ms": node.duration_ms,
+            "error": node.error,
+            "attributes": node.attributes,
+        }
+        for root in trees(data)
+        for depth, node in root.walk()
+    ]
+
+
+def _nodes(resource: ResourceSpans) -> Iterator[Node]:
+    service = _attributes(resource.resource.attributes).get("service.name", "")
+    for scope in resource.scope_spans:
+        for span in scope.spans:
+            failed = span.status.code == Status.STATUS_CODE_ERROR
+            kind = Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower()
+            yield Node(
+                name=span.name,
+                service=str(service).removeprefix("pageferry-"),
+                kind=kind if kind in ("client", "server") else "",
+                span_id=span.span_id.hex(),
+                parent_id=span.parent_span_id.hex(),
+                start_ns=span.start_time_unix_nano,
+                end_ns=span.end_time_unix_nano,
+                error=(span.status.message or "error") if failed else "",
+                attributes=_attributes(span.attributes),
+            )
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Value]:
+    return {pair.key: _value(pair.value) for pair in pairs}
+
+
+def _value(value: AnyValue) -> Value:
+    match value.WhichOneof("value"):
+        case "string_value":
+            return value.string_value
+        case "int_value":
+            return value.int_value
+        case "double_value":
+            return value.double_value
+        case "bool_value":
+            return value.bool_value
+        case "array_value":
+            return [str(_value(item)) for item in value.array_value.values]
+        case _:
+            return ""

@@ -1,0 +1,32 @@
+"""Spans as trees: when a trace is whole, and its spans as plain objects."""
+
+import pytest
+from fake_trace import example
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+
+from pageferry.runtime import span_trees
+
+
+def test_nothing_is_not_whole() -> None:
+    assert not span_trees.is_whole(TracesData())
+
+
+@pytest.mark.parametrize("lost", [*range(1, 12), None])
+def test_a_trace_is_whole_when_every_call_has_both_ends(lost: int | None) -> None:
+    data = example()
+    for resource in data.resource_spans:
+        spans = resource.scope_spans[0].spans
+        for index, candidate in enumerate(spans):
+            if lost is not None and candidate.span_id == lost.to_bytes(8):
+                del spans[index]
+                break
+    is_leaf = lost in (2, 6, 9, 11)  # spans of which nothing else tells
+    assert span_trees.is_whole(data) == (lost is None or is_leaf)
+
+
+def test_json_has_the_same_order() -> None:
+    spans = span_trees.as_json(example())
+    assert [entry["name"] for entry in spans[:3]] == ["pageferry.request", "queue", "route"]
+    assert spans[0]["parent_span_id"] == "" and spans[1]["parent_span_id"] == spans[0]["span_id"]
+    chunk = next(entry for entry in spans if entry["name"] == "prefill.chunk")
+    assert chunk["duration_ms"] == 48 and chunk["attributes"]["pageferry.chunk.tokens"] == 37
