@@ -12,7 +12,7 @@ from pageferry.core.pools import PagePools
 from pageferry.core.sequence import Sequence
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.frames import FrameKey
-from pageferry.runtime.metrics import WorkerMetrics
+from pageferry.runtime.reports import Publisher
 from pageferry.runtime.tickets import Grant
 
 Places = Mapping[PageKey, Place]
@@ -131,7 +131,7 @@ class EngineDesk:
         desk: TicketDesk,
         engine: EngineThread[Any],
         clock: Callable[[], float],
-        metrics: WorkerMetrics,
+        publisher: Publisher,
         *,
         lease_ms: int,
         vocab_size: int,
@@ -139,7 +139,7 @@ class EngineDesk:
         self._desk = desk
         self._engine = engine
         self._clock = clock
-        self._metrics = metrics
+        self._publisher = publisher
         self._lease_ms = lease_ms
         self._vocab_size = vocab_size
 
@@ -166,7 +166,10 @@ class EngineDesk:
 
     def close(self, grant: Grant, error: PageferryError | None) -> None:
         if error is not None:
-            self._metrics.count_broken_handoff()
+            self._publisher.metrics.count_broken_handoff()
+            self._publisher.handoffs.failures += 1
+        else:
+            self._publisher.handoffs.add(len(grant.places), grant.num_bytes)
         self._engine.post(lambda: self._desk.close(grant, error))
 
 

@@ -54,7 +54,7 @@ class DecodeWorker(WorkCalls[Call, Event]):
             step.desk,
             self.engine,
             clock,
-            publisher.metrics,
+            publisher,
             lease_ms=served.handoff.lease_ms,
             vocab_size=served.limits.vocab_size,
         )

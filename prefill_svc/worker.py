@@ -120,6 +120,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         if call.shipment is not None and drawn.reason is None:
             stats = await call.shipped()
             metrics.count_handoff(stats.pages, stats.bytes, stats.tail_s)
+            self._publisher.handoffs.add(stats.pages, stats.bytes)
             await context.write(PrefillResponse(shipped=_shipped(stats)))
         return drawn
 
@@ -168,6 +169,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
     def _take_outcome(self, call: _Call, outcome: HandoffStats | PageferryError) -> None:
         if isinstance(outcome, PageferryError):
             self._publisher.metrics.count_broken_handoff()
+            self._publisher.handoffs.failures += 1
             self._log("handoff_broken", call.sequence, outcome)
         call.outcomes.put_nowait(outcome)
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 from fake_engine import GROUPED, LAYOUT, LAYOUTS, golden
-from handoff_bench import Bench, Gate, Settings, drain, failure, target_of, until
+from handoff_bench import Bench, Gate, Settings, Side, drain, failure, target_of, until
 
 from pageferry.core.config import SchedulerConfig, ServerConfig
 from pageferry.core.groups import full_group
 from pageferry.core.layout import CacheLayout, PageKey
 from pageferry.core.plan import Plan
 from pageferry.v1 import types_pb2
+from pageferry.v1.inference_pb2 import WorkerLoad
 
 B = LAYOUT.page_size
 FRAME_BYTES = sum(length for _, length in LAYOUT.pages[0].ranges(0, LAYOUT.num_layers))
@@ -30,6 +31,32 @@ async def test_tokens_are_golden_and_pages_are_counted_alike(num_prompt: int) ->
         assert (result.completed.reason, result.completed.steps) == (types_pb2.FINISH_REASON_LENGTH, 5)
         assert result.completed.first_step_ms > 0
         await bench.until_idle()
+
+
+async def test_both_sides_loads_tell_what_was_handed_over_and_what_broke_off() -> None:
+    def told(side: Side) -> tuple[int, ...]:
+        load = side.publisher.hub.load or WorkerLoad()
+        return (load.handoffs, load.handoff_pages, load.handoff_bytes, load.handoff_failures)
+
+    async with Bench() as bench:
+        sides = (bench.p, bench.d)
+
+        async def have_told(*expected: int) -> bool:
+            return [told(side) for side in sides] == [expected, expected]
+
+        for number in (1, 2):
+            shipped = (await bench.generate(f"r{number}", range(100 * number, 100 * number + 2 * B + 1))).shipped
+            assert (shipped.pages, shipped.bytes) == (3, 3 * FRAME_BYTES)
+        await until(lambda: have_told(2, 6, 6 * FRAME_BYTES, 0))
+        gate = bench.p.runner.before = Gate(after=1)  # when the first chunk has been shipped
+        decode = bench.decode("r", range(6 * B))
+        prefill = bench.prefill("r", range(6 * B), (await anext(decode)).reserved)
+        assert (await anext(prefill)).HasField("accepted")
+        await until(bench.d.has_received(8))
+        decode.cancel()
+        gate.open()
+        await until(lambda: have_told(2, 6, 6 * FRAME_BYTES, 1))
+        await failure(prefill)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

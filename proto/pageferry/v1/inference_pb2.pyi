@@ -298,7 +298,7 @@ class PoolLoad(_message.Message):
     def __init__(self, group: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., pages_promised: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens", "pools", "stalled", "least_priority", "priorities")
+    __slots__ = ("pages_total", "pages_free", "pages_cached", "pages_reserved", "pages_resident", "waiting", "running", "tickets", "queued_prompt_tokens", "prefill_tokens_per_s", "step_s", "preemptions", "generated_tokens", "prefill_tokens", "pools", "stalled", "least_priority", "priorities", "handoffs", "handoff_pages", "handoff_bytes", "handoff_failures")
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -317,6 +317,10 @@ class WorkerLoad(_message.Message):
     STALLED_FIELD_NUMBER: _ClassVar[int]
     LEAST_PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PRIORITIES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FAILURES_FIELD_NUMBER: _ClassVar[int]
     pages_total: int
     pages_free: int
     pages_cached: int
@@ -335,7 +339,11 @@ class WorkerLoad(_message.Message):
     stalled: bool
     least_priority: int
     priorities: _containers.RepeatedCompositeFieldContainer[PriorityLoad]
-    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., tickets: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ..., stalled: _Optional[bool] = ..., least_priority: _Optional[int] = ..., priorities: _Optional[_Iterable[_Union[PriorityLoad, _Mapping]]] = ...) -> None: ...
+    handoffs: int
+    handoff_pages: int
+    handoff_bytes: int
+    handoff_failures: int
+    def __init__(self, pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., pages_reserved: _Optional[int] = ..., pages_resident: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., tickets: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., step_s: _Optional[float] = ..., preemptions: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., pools: _Optional[_Iterable[_Union[PoolLoad, _Mapping]]] = ..., stalled: _Optional[bool] = ..., least_priority: _Optional[int] = ..., priorities: _Optional[_Iterable[_Union[PriorityLoad, _Mapping]]] = ..., handoffs: _Optional[int] = ..., handoff_pages: _Optional[int] = ..., handoff_bytes: _Optional[int] = ..., handoff_failures: _Optional[int] = ...) -> None: ...
 
 class PriorityLoad(_message.Message):
     __slots__ = ("priority", "waiting", "queued_prompt_tokens")

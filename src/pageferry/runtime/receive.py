@@ -145,6 +145,7 @@ class _Receipt:
     def _close(self, error: PageferryError | None) -> None:
         if self._regions is not None and self._region is not None:
             self._regions.give_back(self._region)
+        self._grant.num_bytes = self._num_bytes
         self._desk.close(self._grant, error)
 
     async def _read_messages(self, context: Any) -> page_pb2.Commit:

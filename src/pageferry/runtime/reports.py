@@ -1,7 +1,7 @@
 """What a worker tells its watchers: made on the engine's thread, published on the event loop."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pageferry.core.load import ReportTimer, Smoothed
@@ -101,16 +101,34 @@ def _pool_loads(pools: PagePools, num_promised: Sequence[int]) -> list[PoolLoad]
 
 
 @dataclass(slots=True)
+class HandoffTotals:
+    """Of a worker since its start: what it has sent, or received."""
+
+    handoffs: int = 0
+    pages: int = 0
+    num_bytes: int = 0
+    failures: int = 0
+
+    def add(self, pages: int, num_bytes: int) -> None:
+        self.handoffs += 1
+        self.pages += pages
+        self.num_bytes += num_bytes
+
+
+@dataclass(slots=True)
 class Publisher:
     """Passes reports on, on the event loop."""
 
     hub: WorkerHub
     metrics: WorkerMetrics
+    handoffs: HandoffTotals = field(default_factory=HandoffTotals)
     _stalled: bool = False
 
     def publish(self, report: Report) -> None:
         if isinstance(report, WorkerLoad):
             report.stalled = self._stalled
+            report.handoffs, report.handoff_failures = self.handoffs.handoffs, self.handoffs.failures
+            report.handoff_pages, report.handoff_bytes = self.handoffs.pages, self.handoffs.num_bytes
             self.hub.publish_load(report)
             self.metrics.set_load(report)
         else:
