@@ -45,6 +45,7 @@ def test_the_sources_pass(tree: Path) -> None:
         ("router", "pageferry.loadgen"),
         ("router", "torch"),
         ("decode_svc", "pageferry.prefill_svc"),
+        ("ext_proc", "pageferry.core"),
         ("oip", "pageferry.core"),
         ("v1", "pageferry.core"),
     ],
