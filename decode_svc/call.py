@@ -39,6 +39,7 @@ class Call:
     subscription: Subscription | None = None  # None: the call's own stream tells all
     parent: Context = field(default_factory=otel_context.get_current)
     tokens: list[Emitted] = field(default_factory=list)  # not told yet
+    begun: Figures | None = None  # of its first tokens, to be told with the next ones
     num_emitted: int = 0
     end: Completed | PageferryError | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)  # there is something to do for the call's own stream
@@ -87,6 +88,9 @@ class Call:
         events = pb.CallEvents(
             call=self.number, tokens=[token_to_proto(item.position, item.token, want_logprobs) for item in told]
         )
+        if told and self.begun is not None:
+            events.first_steps.CopyFrom(_first_steps(self.begun, is_pushed=self.is_pushed))
+            self.begun = None
         if tells_prompt:
             events.prompt_logprobs.CopyFrom(prompt_logprobs_to_proto(self.sequence.prompt_logprobs or ()))
         if not self.tokens:
@@ -101,16 +105,28 @@ def first_own_ms(figures: Figures) -> float:
     return 0.0 if figures.first_own is None else (figures.first_own - figures.ready) * 1000
 
 
-def _completed(end: Completed, *, is_pushed: bool) -> pb.Completed:
-    figures = end.figures
-    return pb.Completed(
-        reason=finish_to_proto(end.reason),
+def _first_steps(figures: Figures, *, is_pushed: bool) -> pb.FirstSteps:
+    first, second = figures.first_own, figures.second_own
+    second_ms = 0.0 if first is None or second is None else (second - first) * 1000
+    return pb.FirstSteps(
         queue_ms=0.0 if figures.first_step is None else (figures.first_step - figures.ready) * 1000,
         prefill_ms=0.0 if is_pushed else first_own_ms(figures),
+        first_step_ms=first_own_ms(figures) if is_pushed else second_ms,
+        cached_tokens=figures.num_cached,
+    )
+
+
+def _completed(end: Completed, *, is_pushed: bool) -> pb.Completed:
+    figures = end.figures
+    first = _first_steps(figures, is_pushed=is_pushed)
+    return pb.Completed(
+        reason=finish_to_proto(end.reason),
+        queue_ms=first.queue_ms,
+        prefill_ms=first.prefill_ms,
         steps=figures.num_steps,
         preemptions=figures.num_preemptions,
-        cached_tokens=figures.num_cached,
-        first_step_ms=first_own_ms(figures) if is_pushed else 0.0,
+        cached_tokens=first.cached_tokens,
+        first_step_ms=first.first_step_ms,
         hypotheses=[hypothesis_to_proto(one) for one in end.hypotheses],
         drafted=figures.num_drafted,
         accepted=figures.num_accepted,

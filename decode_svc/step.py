@@ -25,6 +25,7 @@ class Figures:
     ready: float  # committed, or accepted where the prompt is computed here
     first_step: float | None  # when its first step began
     first_own: float | None  # when the first token drawn here was there
+    second_own: float | None
     ended: float
     forward_s: float  # in the model's forward pass, over all of its steps
     num_steps: int
@@ -32,6 +33,14 @@ class Figures:
     num_cached: int
     num_drafted: int = 0
     num_accepted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The first or the second token drawn here is there."""
+
+    sequence: Sequence
+    figures: Figures
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class HandoffEnded:
     error: PageferryError
 
 
-OwnEvent = Emitted | ChunkDone | Completed | Failed | HandoffEnded
+OwnEvent = Begun | Emitted | ChunkDone | Completed | Failed | HandoffEnded
 Event = OwnEvent | Report
 
 
@@ -72,6 +81,7 @@ class _Job:
     ready: float | None  # committed, or accepted where the prompt is computed here
     first_step: float | None = None
     first_own: float | None = None
+    second_own: float | None = None
     forward_s: float = 0.0
 
 
@@ -141,7 +151,7 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
             job.forward_s += result.forward_s
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.work.beam is not None:  # its tokens are told at its end
-                self._note_own(self._jobs[chunk.sequence.owner], ended)
+                self._note_own(chunk.sequence.owner, ended)
             if chunk.is_prompt:
                 num_prefill += chunk.num_tokens
                 self._emit(ChunkDone(chunk.sequence.owner, chunk.start, chunk.num_tokens, started, ended))
@@ -158,14 +168,23 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
         for emitted in output.emitted:
             if own:
                 self._reporter.num_generated += 1
-                self._note_own(self._jobs[emitted.sequence], now)
+                self._note_own(emitted.sequence, now)
             self._emit(emitted)
         for ended in output.ended:
             self._end(ended, now)
 
-    def _note_own(self, job: _Job, now: float) -> None:
-        """Something was drawn here."""
-        job.first_own = now if job.first_own is None else job.first_own
+    def _note_own(self, sequence: Sequence, now: float) -> None:
+        """A token was drawn here."""
+        job = self._jobs[sequence]
+        if job.first_own is None:
+            job.first_own = now
+        elif job.second_own is None:
+            job.second_own = now
+        else:
+            return
+        figures = self._figures(sequence, now)
+        assert figures is not None, "a sequence ran before it was ready"
+        self._emit(Begun(sequence, figures))
 
     def _end(self, ended: Ended, now: float) -> None:
         sequence = ended.sequence
@@ -189,6 +208,7 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
             ready=job.ready,
             first_step=job.first_step,
             first_own=job.first_own,
+            second_own=job.second_own,
             ended=now,
             forward_s=job.forward_s,
             num_steps=sequence.num_steps,

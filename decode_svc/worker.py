@@ -17,7 +17,7 @@ from pageferry.core.page_io import PageSink
 from pageferry.core.plan import Emitted
 from pageferry.decode_svc.call import Call, first_own_ms
 from pageferry.decode_svc.desk import EngineDesk
-from pageferry.decode_svc.step import Completed, DecodeStep, Event, Failed, Figures, HandoffEnded
+from pageferry.decode_svc.step import Begun, Completed, DecodeStep, Event, Failed, Figures, HandoffEnded
 from pageferry.decode_svc.subscriptions import Subscriptions
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.convert_work import work_from_proto
@@ -105,6 +105,8 @@ class DecodeWorker(WorkCalls[Call, Event]):
                     tokens = pb.Tokens(tokens=news.tokens)
                     if news.HasField("prompt_logprobs"):
                         tokens.prompt_logprobs.CopyFrom(news.prompt_logprobs)
+                    if news.HasField("first_steps"):
+                        tokens.first_steps.CopyFrom(news.first_steps)
                     await context.write(pb.DecodeResponse(tokens=tokens))
                 if news.HasField("completed"):
                     await context.write(pb.DecodeResponse(completed=news.completed))
@@ -140,7 +142,7 @@ class DecodeWorker(WorkCalls[Call, Event]):
     def _deliver(self, events: list[Event]) -> None:
         for event in events:
             match event:
-                case Emitted() | Completed() | Failed() | ChunkDone():
+                case Begun() | Emitted() | Completed() | Failed() | ChunkDone():
                     call = self._calls.get(event.sequence)
                     if call is not None:
                         self._take(call, event)
@@ -149,10 +151,12 @@ class DecodeWorker(WorkCalls[Call, Event]):
                 case report:
                     self._publisher.publish(report)
 
-    def _take(self, call: Call, event: Emitted | Completed | Failed | ChunkDone) -> None:
+    def _take(self, call: Call, event: Begun | Emitted | Completed | Failed | ChunkDone) -> None:
         match event:
             case Emitted():
                 call.take_token(event)
+            case Begun():
+                call.begun = event.figures
             case ChunkDone():
                 self._record_chunk(call.parent, event)
             case Completed():

@@ -180,6 +180,8 @@ class Attempt:
 
     def _on_tokens(self, message: decode_pb2.Tokens | decode_pb2.CallEvents) -> Tokens:
         self._note_prompt(message)
+        if message.HasField("first_steps"):
+            self._times.first_steps(message.first_steps, is_local=self._source is Source.LOCAL)
         self._progress.on_tokens(len(message.tokens))
         if self._awaits_prompt:
             self._early += message.tokens
@@ -215,7 +217,7 @@ class Attempt:
 
     def _on_completed(self, completed: decode_pb2.Completed) -> None:
         self.hypotheses = completed.hypotheses
-        self._times.completed(completed, is_local=self._source is Source.LOCAL)
+        self._times.first_steps(completed, is_local=self._source is Source.LOCAL)
         self._finish(completed.reason, Role.PREFILL, Role.DECODE)
 
     def _finish(self, reason: types.FinishReason, *awaited: Role) -> None:

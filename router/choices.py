@@ -115,7 +115,7 @@ class Choices:
                 stack.callback(span.end)
                 context = set_span_in_context(span, context)
             if choice > 0:
-                timeline = Timeline(timeline.arrival)
+                timeline = Timeline(timeline.arrival, timeline.arrival_ns)
             text = text_of(self._admitted, self._pieces)
             generation = Generation(self._serving, self._admitted, text, timeline, context, choice)
             self._generations[choice] = generation

@@ -124,7 +124,9 @@ class Frontend:
         caller = self.check_caller(authorization)
         timeline = Timeline(self.clock())
         attributes = attributes_at_start(request, self._model.name) | caller.attributes
-        span = self._telemetry.tracer.start_span(REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes)
+        span = self._telemetry.tracer.start_span(
+            REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes, start_time=timeline.arrival_ns
+        )
         outcome: FinishReason | PageferryError | None = None
         try:
             async with aclosing(self._generate(request, caller, deadline, timeline, span)) as events:

@@ -67,7 +67,7 @@ class Generation:
         self._admitted = admitted
         self._text = text
         self._span = get_current_span(context)
-        self._spans = PastSpans(serving.tracer, context, serving.clock)
+        self._spans = PastSpans(serving.tracer, context, timeline)
         self._output_ids: list[int] = []
         self._num_tries = 0
         self._recovery = Recovery(serving.fleet, serving.metrics, serving.retries, admitted.request_id, self._span)

@@ -1,8 +1,15 @@
 """What the request's own span says, and where its time goes: its parts as they are learned, for client and span.
 
-Only durations come from workers, since clocks of hosts differ. Times are seconds of the router's clock.
+Only durations come from workers, since clocks of hosts differ. Times are seconds of the router's clock. Two sums hold:
+
+    time to first token = tokenise + queue + reserve + prefill queue + prefill + delivery
+    second token's gap = transfer tail + decode queue + first step + delivery
+
+Each "delivery" is the remainder: the way from the workers, and what tries that failed took. The second token's is what
+its way took longer than the first one's, which can be less than nothing.
 """
 
+import time
 from dataclasses import dataclass, field
 
 import grpc
@@ -15,7 +22,7 @@ from pageferry.router.admission import MAX_REQUEST_ID_CHARACTERS, Admitted
 from pageferry.router.profiles import Chosen
 from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.trace_store import REQUEST_ID
-from pageferry.v1.decode_pb2 import Completed, Reserved
+from pageferry.v1.decode_pb2 import Completed, FirstSteps, Reserved
 from pageferry.v1.inference_pb2 import GenerateRequest, HandoffStats, Started, Timings
 from pageferry.v1.prefill_pb2 import FirstToken, Shipped
 from pageferry.v1.types_pb2 import FinishReason, Usage
@@ -99,8 +106,9 @@ class Timeline:
     """Filled by a request's tries as they go; what a failed try took is in no part but the remainder."""
 
     arrival: float
+    arrival_ns: int = field(default_factory=time.time_ns)  # on the wall clock
     parts: Timings = field(default_factory=Timings)  # all but those that follow from the others
-    first_step_ms: float = 0.0  # from the commit to the decode worker's first own token
+    first_step_ms: float = 0.0  # the decode worker's, for the second token
     first_token: float | None = None
     second_token: float | None = None
     last_token: float | None = None
@@ -121,6 +129,10 @@ class Timeline:
         self.last_token = now
         self.num_tokens += num_tokens
         return gap
+
+    def wall_ns(self, moment: float) -> int:
+        """A time of the router's clock on the wall clock, as the request's spans have it."""
+        return self.arrival_ns + round((moment - self.arrival) * 1e9)
 
     @property
     def ttft_s(self) -> float:
@@ -147,6 +159,18 @@ class Timeline:
             name: seconds * 1000 <= limit_ms for name, seconds, limit_ms in seen if limit_ms and seconds is not None
         }
 
+    def second_token_ms(self) -> dict[str, float]:
+        """The gap between the first two tokens, and its parts; empty where they came together, or one did not."""
+        if self.first_token is None or self.second_token is None or self.second_token == self.first_token:
+            return {}
+        gap_ms = (self.second_token - self.first_token) * 1000
+        known = {
+            "transfer_tail": self.parts.transfer_tail_ms,
+            "decode_queue": self.parts.decode_queue_ms,
+            "first_step": self.first_step_ms,
+        }
+        return {"gap": gap_ms, **known, "delivery": gap_ms - sum(known.values())}
+
     def timings(self, now: float) -> Timings:
         timings = Timings()
         timings.CopyFrom(self.parts)
@@ -169,24 +193,22 @@ class Timeline:
             span.set_attribute("gen_ai.server.time_per_output_token", self.per_token_s)
         for objective, met in self.objectives().items():
             span.set_attribute(f"pageferry.slo.{objective}_met", met)
-        if self.second_token is not None:
-            span.set_attribute("pageferry.second_token.gap_ms", (self.second_token - self.first_token) * 1000)
-            span.set_attribute("pageferry.second_token.transfer_tail_ms", timings.transfer_tail_ms)
-            span.set_attribute("pageferry.second_token.decode_queue_ms", timings.decode_queue_ms)
-            first_step_ms = max(0.0, self.first_step_ms - timings.decode_queue_ms)
-            span.set_attribute("pageferry.second_token.first_step_ms", first_step_ms)
+        for part, part_ms in self.second_token_ms().items():
+            span.set_attribute(f"pageferry.second_token.{part}_ms", part_ms)
         if self.pages.shipped or self.pages.cached:
             for name in ("shipped", "cached", "bytes", "hidden"):
                 span.set_attribute(f"pageferry.pages.{name}", getattr(self.pages, name))
 
 
 class TryTimes:
-    """What one try at a request adds to its timeline: to what makes up a token's time only if it brings that token."""
+    """What one try at a request adds to its timeline: to what makes up tokens' times only if it brings the first one.
+
+    A second token that another try brings waited for that one's beginning, and is not the decode worker's first.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._brings_first_token = timeline.first_token is None
-        self._brings_second_token = timeline.second_token is None
 
     def reserved(self, reserved: Reserved, layout: CacheLayout | None, waited_s: float) -> None:
         """Pages are held on a decode worker of that layout."""
@@ -201,20 +223,22 @@ class TryTimes:
         self._prefilled(first.queue_ms, first.prefill_ms, first.cached_tokens)
 
     def shipped(self, shipped: Shipped) -> None:
-        if self._brings_second_token:
+        if self._brings_first_token:
             self._timeline.parts.transfer_tail_ms = shipped.tail_ms
         pages = self._timeline.pages
         pages.shipped, pages.bytes = shipped.pages, shipped.bytes
         pages.hidden = hidden_share(shipped.tail_ms, shipped.in_flight_ms)
 
-    def completed(self, completed: Completed, *, is_local: bool) -> None:
-        """`is_local`: the decode worker has computed the prompt itself."""
+    def first_steps(self, told: FirstSteps | Completed, *, is_local: bool) -> None:
+        """Told anew as more is known. `is_local`: the decode worker has computed the prompt itself."""
         if is_local:
-            prefill_ms = max(0.0, completed.prefill_ms - completed.queue_ms)
-            self._prefilled(completed.queue_ms, prefill_ms, completed.cached_tokens)
-        elif self._brings_second_token:
-            self._timeline.parts.decode_queue_ms = completed.queue_ms
-            self._timeline.first_step_ms = completed.first_step_ms
+            self._prefilled(told.queue_ms, max(0.0, told.prefill_ms - told.queue_ms), told.cached_tokens)
+        if not self._brings_first_token:
+            return
+        if not is_local:
+            self._timeline.parts.decode_queue_ms = told.queue_ms
+        waited_ms = 0.0 if is_local else told.queue_ms
+        self._timeline.first_step_ms = max(0.0, told.first_step_ms - waited_ms)
 
     def _prefilled(self, queue_ms: float, prefill_ms: float, cached_tokens: int) -> None:
         if self._brings_first_token:

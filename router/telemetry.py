@@ -1,7 +1,6 @@
 """What the router observes of a request as a whole, on its span and in its metrics, and spans of its parts."""
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -36,7 +35,7 @@ class Telemetry:
         for objective, met in timeline.objectives().items():
             self.metrics.count_objective(timeline.profile_name, objective, met=met)
         self.metrics.count_request(set_outcome(span, outcome))
-        span.end()
+        span.end(timeline.wall_ns(now))
         if not isinstance(outcome, PageferryError):
             self.metrics.request_s.observe(now - timeline.arrival)
 
@@ -44,12 +43,12 @@ class Telemetry:
 class PastSpans:
     """Spans of what is over, as children of a context's span."""
 
-    def __init__(self, tracer: Tracer, context: Context, clock: Callable[[], float]) -> None:
+    def __init__(self, tracer: Tracer, context: Context, timeline: Timeline) -> None:
         self._tracer = tracer
         self._context = context
-        self._wall_offset_ns = time.time_ns() - round(clock() * 1e9)
+        self._timeline = timeline
 
     def record(self, name: str, began: float, ended: float, attributes: Mapping[str, AttributeValue]) -> None:
-        """From one time of the clock to another."""
-        began_ns, ended_ns = (round(moment * 1e9) + self._wall_offset_ns for moment in (began, ended))
-        record_span(self._tracer, name, self._context, began_ns, ended_ns, attributes)
+        """From one time of the router's clock to another."""
+        start_ns, end_ns = map(self._timeline.wall_ns, (began, ended))
+        record_span(self._tracer, name, self._context, start_ns, end_ns, attributes)

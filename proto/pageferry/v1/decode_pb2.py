@@ -25,31 +25,33 @@ _sym_db = _symbol_database.Default()
 from pageferry.v1 import types_pb2 as pageferry_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pageferry/v1/decode.proto\x12\x0cpageferry.v1\x1a\x18pageferry/v1/types.proto\"\x85\x01\n\rDecodeRequest\x12$\n\x04work\x18\x01 \x01(\x0b\x32\x16.pageferry.v1.WorkItem\x12*\n\x06source\x18\x02 \x01(\x0e\x32\x1a.pageferry.v1.PromptSource\x12\x14\n\x0csubscription\x18\x03 \x01(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x04 \x01(\x04\"\x9b\x01\n\x0e\x44\x65\x63odeResponse\x12*\n\x08reserved\x18\x01 \x01(\x0b\x32\x16.pageferry.v1.ReservedH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.pageferry.v1.TokensH\x00\x12,\n\tcompleted\x18\x03 \x01(\x0b\x32\x17.pageferry.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"\x9a\x01\n\x08Reserved\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12(\n\x06layout\x18\x04 \x01(\x0b\x32\x18.pageferry.v1.PageLayout\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x12\n\nsubscribed\x18\x06 \x01(\x08\"m\n\x06Tokens\x12,\n\x06tokens\x18\x01 \x03(\x0b\x32\x1c.pageferry.v1.GeneratedToken\x12\x35\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1c.pageferry.v1.PromptLogprobs\"\x80\x02\n\tCompleted\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.pageferry.v1.FinishReason\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\rfirst_step_ms\x18\x07 \x01(\x01\x12\x0f\n\x07\x64rafted\x18\x08 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\t \x01(\r\x12,\n\nhypotheses\x18\n \x03(\x0b\x32\x18.pageferry.v1.Hypothesis\"(\n\x10SubscribeRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\x0c\"<\n\x11SubscribeResponse\x12\'\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x18.pageferry.v1.CallEvents\"\xbb\x01\n\nCallEvents\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12,\n\x06tokens\x18\x02 \x03(\x0b\x32\x1c.pageferry.v1.GeneratedToken\x12*\n\tcompleted\x18\x03 \x01(\x0b\x32\x17.pageferry.v1.Completed\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1c.pageferry.v1.PromptLogprobs*`\n\x0cPromptSource\x12\x1d\n\x19PROMPT_SOURCE_UNSPECIFIED\x10\x00\x12\x18\n\x14PROMPT_SOURCE_PUSHED\x10\x01\x12\x17\n\x13PROMPT_SOURCE_LOCAL\x10\x02\x32\xa6\x01\n\rDecodeService\x12\x45\n\x06\x44\x65\x63ode\x12\x1b.pageferry.v1.DecodeRequest\x1a\x1c.pageferry.v1.DecodeResponse0\x01\x12N\n\tSubscribe\x12\x1e.pageferry.v1.SubscribeRequest\x1a\x1f.pageferry.v1.SubscribeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pageferry/v1/decode.proto\x12\x0cpageferry.v1\x1a\x18pageferry/v1/types.proto\"\x85\x01\n\rDecodeRequest\x12$\n\x04work\x18\x01 \x01(\x0b\x32\x16.pageferry.v1.WorkItem\x12*\n\x06source\x18\x02 \x01(\x0e\x32\x1a.pageferry.v1.PromptSource\x12\x14\n\x0csubscription\x18\x03 \x01(\x0c\x12\x0c\n\x04\x63\x61ll\x18\x04 \x01(\x04\"\x9b\x01\n\x0e\x44\x65\x63odeResponse\x12*\n\x08reserved\x18\x01 \x01(\x0b\x32\x16.pageferry.v1.ReservedH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.pageferry.v1.TokensH\x00\x12,\n\tcompleted\x18\x03 \x01(\x0b\x32\x17.pageferry.v1.CompletedH\x00\x42\x07\n\x05\x65vent\"\x9a\x01\n\x08Reserved\x12\x0e\n\x06ticket\x18\x01 \x01(\x0c\x12\x13\n\x0bkv_endpoint\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12(\n\x06layout\x18\x04 \x01(\x0b\x32\x18.pageferry.v1.PageLayout\x12\x14\n\x0c\x63\x61\x63hed_pages\x18\x05 \x01(\r\x12\x12\n\nsubscribed\x18\x06 \x01(\x08\"\x9c\x01\n\x06Tokens\x12,\n\x06tokens\x18\x01 \x03(\x0b\x32\x1c.pageferry.v1.GeneratedToken\x12\x35\n\x0fprompt_logprobs\x18\x02 \x01(\x0b\x32\x1c.pageferry.v1.PromptLogprobs\x12-\n\x0b\x66irst_steps\x18\x03 \x01(\x0b\x32\x18.pageferry.v1.FirstSteps\"`\n\nFirstSteps\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x12\n\nprefill_ms\x18\x02 \x01(\x01\x12\x15\n\rfirst_step_ms\x18\x03 \x01(\x01\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\"\x80\x02\n\tCompleted\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.pageferry.v1.FinishReason\x12\x10\n\x08queue_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\r\n\x05steps\x18\x04 \x01(\r\x12\x13\n\x0bpreemptions\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12\x15\n\rfirst_step_ms\x18\x07 \x01(\x01\x12\x0f\n\x07\x64rafted\x18\x08 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\t \x01(\r\x12,\n\nhypotheses\x18\n \x03(\x0b\x32\x18.pageferry.v1.Hypothesis\"(\n\x10SubscribeRequest\x12\x14\n\x0csubscription\x18\x01 \x01(\x0c\"<\n\x11SubscribeResponse\x12\'\n\x05\x63\x61lls\x18\x01 \x03(\x0b\x32\x18.pageferry.v1.CallEvents\"\xea\x01\n\nCallEvents\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12,\n\x06tokens\x18\x02 \x03(\x0b\x32\x1c.pageferry.v1.GeneratedToken\x12*\n\tcompleted\x18\x03 \x01(\x0b\x32\x17.pageferry.v1.Completed\x12\x0e\n\x06\x66\x61iled\x18\x04 \x01(\x08\x12\x35\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\x1c.pageferry.v1.PromptLogprobs\x12-\n\x0b\x66irst_steps\x18\x06 \x01(\x0b\x32\x18.pageferry.v1.FirstSteps*`\n\x0cPromptSource\x12\x1d\n\x19PROMPT_SOURCE_UNSPECIFIED\x10\x00\x12\x18\n\x14PROMPT_SOURCE_PUSHED\x10\x01\x12\x17\n\x13PROMPT_SOURCE_LOCAL\x10\x02\x32\xa6\x01\n\rDecodeService\x12\x45\n\x06\x44\x65\x63ode\x12\x1b.pageferry.v1.DecodeRequest\x1a\x1c.pageferry.v1.DecodeResponse0\x01\x12N\n\tSubscribe\x12\x1e.pageferry.v1.SubscribeRequest\x1a\x1f.pageferry.v1.SubscribeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pageferry.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROMPTSOURCE']._serialized_start=1184
-  _globals['_PROMPTSOURCE']._serialized_end=1280
+  _globals['_PROMPTSOURCE']._serialized_start=1377
+  _globals['_PROMPTSOURCE']._serialized_end=1473
   _globals['_DECODEREQUEST']._serialized_start=70
   _globals['_DECODEREQUEST']._serialized_end=203
   _globals['_DECODERESPONSE']._serialized_start=206
   _globals['_DECODERESPONSE']._serialized_end=361
   _globals['_RESERVED']._serialized_start=364
   _globals['_RESERVED']._serialized_end=518
-  _globals['_TOKENS']._serialized_start=520
-  _globals['_TOKENS']._serialized_end=629
-  _globals['_COMPLETED']._serialized_start=632
-  _globals['_COMPLETED']._serialized_end=888
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=890
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=930
-  _globals['_SUBSCRIBERESPONSE']._serialized_start=932
-  _globals['_SUBSCRIBERESPONSE']._serialized_end=992
-  _globals['_CALLEVENTS']._serialized_start=995
-  _globals['_CALLEVENTS']._serialized_end=1182
-  _globals['_DECODESERVICE']._serialized_start=1283
-  _globals['_DECODESERVICE']._serialized_end=1449
+  _globals['_TOKENS']._serialized_start=521
+  _globals['_TOKENS']._serialized_end=677
+  _globals['_FIRSTSTEPS']._serialized_start=679
+  _globals['_FIRSTSTEPS']._serialized_end=775
+  _globals['_COMPLETED']._serialized_start=778
+  _globals['_COMPLETED']._serialized_end=1034
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=1036
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=1076
+  _globals['_SUBSCRIBERESPONSE']._serialized_start=1078
+  _globals['_SUBSCRIBERESPONSE']._serialized_end=1138
+  _globals['_CALLEVENTS']._serialized_start=1141
+  _globals['_CALLEVENTS']._serialized_end=1375
+  _globals['_DECODESERVICE']._serialized_start=1476
+  _globals['_DECODESERVICE']._serialized_end=1642
 # @@protoc_insertion_point(module_scope)

@@ -56,12 +56,26 @@ class Reserved(_message.Message):
     def __init__(self, ticket: _Optional[bytes] = ..., kv_endpoint: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.PageLayout, _Mapping]] = ..., cached_pages: _Optional[int] = ..., subscribed: _Optional[bool] = ...) -> None: ...
 
 class Tokens(_message.Message):
-    __slots__ = ("tokens", "prompt_logprobs")
+    __slots__ = ("tokens", "prompt_logprobs", "first_steps")
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEPS_FIELD_NUMBER: _ClassVar[int]
     tokens: _containers.RepeatedCompositeFieldContainer[_types_pb2.GeneratedToken]
     prompt_logprobs: _types_pb2.PromptLogprobs
-    def __init__(self, tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    first_steps: FirstSteps
+    def __init__(self, tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ..., first_steps: _Optional[_Union[FirstSteps, _Mapping]] = ...) -> None: ...
+
+class FirstSteps(_message.Message):
+    __slots__ = ("queue_ms", "prefill_ms", "first_step_ms", "cached_tokens")
+    QUEUE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_MS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEP_MS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    queue_ms: float
+    prefill_ms: float
+    first_step_ms: float
+    cached_tokens: int
+    def __init__(self, queue_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., first_step_ms: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Completed(_message.Message):
     __slots__ = ("reason", "queue_ms", "prefill_ms", "steps", "preemptions", "cached_tokens", "first_step_ms", "drafted", "accepted", "hypotheses")
@@ -100,15 +114,17 @@ class SubscribeResponse(_message.Message):
     def __init__(self, calls: _Optional[_Iterable[_Union[CallEvents, _Mapping]]] = ...) -> None: ...
 
 class CallEvents(_message.Message):
-    __slots__ = ("call", "tokens", "completed", "failed", "prompt_logprobs")
+    __slots__ = ("call", "tokens", "completed", "failed", "prompt_logprobs", "first_steps")
     CALL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_STEPS_FIELD_NUMBER: _ClassVar[int]
     call: int
     tokens: _containers.RepeatedCompositeFieldContainer[_types_pb2.GeneratedToken]
     completed: Completed
     failed: bool
     prompt_logprobs: _types_pb2.PromptLogprobs
-    def __init__(self, call: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., failed: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    first_steps: FirstSteps
+    def __init__(self, call: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[_types_pb2.GeneratedToken, _Mapping]]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., failed: _Optional[bool] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ..., first_steps: _Optional[_Union[FirstSteps, _Mapping]] = ...) -> None: ...

@@ -38,10 +38,11 @@ class Settings:
 
 
 class SpanCount(SpanProcessor):
-    """The spans of one process that are open, and those that were ended twice."""
+    """The spans of one process: those that are open, that have ended, and that were ended twice."""
 
     def __init__(self) -> None:
         self.open: dict[int, str] = {}
+        self.ended: list[ReadableSpan] = []
         self.ended_twice: list[str] = []
 
     def tracer(self) -> Tracer:
@@ -55,6 +56,7 @@ class SpanCount(SpanProcessor):
     def on_end(self, span: ReadableSpan) -> None:
         if self.open.pop(span.context.span_id, None) is None:
             self.ended_twice.append(span.name)
+        self.ended.append(span)
 
 
 class Node:

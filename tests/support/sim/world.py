@@ -41,6 +41,8 @@ class Request:
     deadline_s: float | None = None
     read_s: float = 0.0  # pause after each message
     profile: str = ""
+    num_answers: int = 1
+    stop: str = ""
     answer: Answer = field(default_factory=Answer)
     outcome: str = ""  # OK, a status, or CANCELLED
     reason: str = ""
@@ -180,9 +182,11 @@ class World:
         message = pb.GenerateRequest(
             request_id=request.name,
             profile=request.profile,
+            n=request.num_answers,
             token_ids=pb.TokenIds(ids=request.prompt),
             sampling=types.SamplingParams(temperature=0, seed=1),
             stop=types.StopConditions(max_tokens=request.num_tokens),
+            stop_strings=[request.stop] if request.stop else (),
         )
         call = stub.Generate(message, timeout=request.deadline_s)
         try:
