@@ -47,9 +47,16 @@ async def main(config: Config, stop: asyncio.Event) -> int:
     if not config.router.decode:
         raise invalid("router.decode", config.router.decode, "must name at least one decode worker")
     metrics = RouterMetrics()
-    traces = TraceStore(config.telemetry.max_traces)
+    traces = TraceStore.of(config.telemetry)
     certificates = Certificates.of(config.security)
-    tracing = configure_tracing("pageferry-router", config.telemetry, certificates=certificates, local_exporter=traces)
+    tracing = configure_tracing(
+        "pageferry-router",
+        config.telemetry,
+        certificates=certificates,
+        local=traces,
+        sample_ratio=config.telemetry.sample_ratio,
+    )
+    tracing.count_losses(metrics)
     telemetry = Telemetry(tracing.tracer, metrics, None if tracing.is_exported else traces)
     try:
         await _serve(config, stop, telemetry, certificates)

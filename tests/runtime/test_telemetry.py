@@ -14,6 +14,8 @@ from opentelemetry.trace import NoOpTracer
 from spans import SpanLog, assert_one_tree
 
 from pageferry.core.config import ServerConfig, TelemetryConfig
+from pageferry.core.errors import InvalidArgumentError
+from pageferry.runtime.rpc_spans import extract_context
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing, record_span
 from pageferry.runtime.trace_store import TraceReceiver, TraceStore
@@ -36,8 +38,9 @@ print(spans_s, time.monotonic() - start)
 
 
 @pytest.fixture(autouse=True)
-def no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("EXPORTER_OTLP_ENDPOINT", "EXPORTER_OTLP_TRACES_ENDPOINT", "TRACES_SAMPLER", "TRACES_SAMPLER_ARG"):
+        monkeypatch.delenv(f"OTEL_{name}", raising=False)
 
 
 @pytest.mark.parametrize("accepts", [False, True], ids=["closed port", "port that never answers"])
@@ -102,14 +105,14 @@ async def test_spans_outlast_a_collector_that_starts_again() -> None:
 
 async def test_the_environment_wins_over_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TraceStore(4)
-    tracing = configure_tracing("x", TelemetryConfig(otlp_endpoint=""), local_exporter=store)
+    tracing = configure_tracing("x", TelemetryConfig(otlp_endpoint=""), local=store)
     tracing.tracer.start_span("local").end()
     tracing.shutdown()
     assert len(store) == 1
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-    tracing = configure_tracing("x", TelemetryConfig(otlp_endpoint="127.0.0.1:2"), local_exporter=store)
-    assert tracing._exporter is not None
-    assert tracing._exporter.endpoint == "http://127.0.0.1:1"
+    tracing = configure_tracing("x", TelemetryConfig(otlp_endpoint="127.0.0.1:2"), local=store)
+    assert tracing._queue is not None
+    assert tracing._queue.endpoint == "http://127.0.0.1:1"
     tracing.tracer.start_span("sent").end()
     tracing.shutdown()
     assert len(store) == 1
@@ -142,9 +145,68 @@ def times(span: ReadableSpan) -> tuple[int | None, int | None]:
 
 def test_the_resource_names_service_and_instance() -> None:
     store = TraceStore(1)
-    tracing = configure_tracing("pageferry-prefill", TelemetryConfig(), local_exporter=store, instance_id="abc")
+    tracing = configure_tracing("pageferry-prefill", TelemetryConfig(), local=store, instance_id="abc")
     span = tracing.tracer.start_span("x")
     assert isinstance(span, ReadableSpan)
     assert span.resource.attributes["service.name"] == "pageferry-prefill"
     assert span.resource.attributes["service.instance.id"] == "abc"
     span.end()
+
+
+def sampled(num_traces: int, sample_ratio: float, parent: str = "") -> int:
+    """How many of the traces that begin here, or with a caller, are sampled."""
+    store = TraceStore(num_traces)
+    tracing = configure_tracing("x", TelemetryConfig(), local=store, sample_ratio=sample_ratio)
+    for number in range(1, num_traces + 1):
+        metadata = [("traceparent", f"00-{number:032x}-00000000000000ab-{parent}")] if parent else []
+        tracing.tracer.start_span("pageferry.request", extract_context(metadata)).end()
+    return len(store)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "parent", "expected"), [(1.0, "", 50), (0.0, "", 0), (0.0, "01", 50), (1.0, "00", 0), (0.5, "01", 50)]
+)
+def test_the_callers_flag_decides_and_the_ratio_where_there_is_none(ratio: float, parent: str, expected: int) -> None:
+    assert sampled(50, ratio, parent) == expected
+
+
+def test_a_ratio_is_one_of_traces() -> None:
+    assert 300 < sampled(1000, 0.4) < 500  # by six standard deviations
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "parent", "expected"),
+    [
+        ("always_on", "", "00", 20),
+        ("always_off", "", "01", 0),
+        ("parentbased_always_on", "", "00", 0),
+        ("parentbased_always_off", "", "", 0),
+        ("parentbased_always_off", "", "01", 20),
+        ("parentbased_traceidratio", "0", "", 0),
+        ("parentbased_traceidratio", "0.0", "01", 20),
+        ("traceidratio", "", "", 20),
+    ],
+)
+def test_the_sampler_of_the_environment_wins(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, argument: str, parent: str, expected: int
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+    assert sampled(20, 0.5 if expected else 1.0, parent) == expected
+
+
+@pytest.mark.parametrize(
+    ("sampler", "argument", "message"),
+    [
+        ("sometimes", "", "OTEL_TRACES_SAMPLER is 'sometimes', must be one of always_on"),
+        ("traceidratio", "half", "OTEL_TRACES_SAMPLER_ARG is 'half', must be a number from 0 to 1"),
+        ("parentbased_traceidratio", "1.5", "OTEL_TRACES_SAMPLER_ARG is '1.5', must be a number from 0 to 1"),
+    ],
+)
+def test_a_sampler_that_is_not_known_is_refused(
+    monkeypatch: pytest.MonkeyPatch, sampler: str, argument: str, message: str
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
+    with pytest.raises(InvalidArgumentError, match=message):
+        configure_tracing("x", TelemetryConfig())

@@ -1,5 +1,6 @@
 """The traces that a router keeps: found by any of their names, bounded, workers' spans beside its own."""
 
+import contextlib
 import os
 from typing import Any
 
@@ -9,7 +10,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
-from opentelemetry.trace import NoOpTracer
+from opentelemetry.trace import NoOpTracer, set_span_in_context
 
 from pageferry.core.config import ServerConfig, TelemetryConfig
 from pageferry.core.errors import NotFoundError
@@ -112,7 +113,7 @@ def test_spans_without_a_proper_trace_id_are_rejected() -> None:
 
 def test_local_spans_are_there_as_soon_as_they_end() -> None:
     store = TraceStore(2)
-    tracing = configure_tracing("pageferry-router", TelemetryConfig(), local_exporter=store)
+    tracing = configure_tracing("pageferry-router", TelemetryConfig(), local=store)
     span = tracing.tracer.start_span("pageferry.request", attributes={"pageferry.request_id": "req-1"})
     span.end()
     assert store.find("req-1") == f"{span.get_span_context().trace_id:032x}"
@@ -135,3 +136,89 @@ async def test_workers_send_their_spans() -> None:
             with pytest.raises(grpc.aio.AioRpcError, match="the limit is 4194304") as caught:
                 await stub.Export(request(resource_spans=[group("d", a_span(trace_id(6), "x" * (4 * 2**20 + 1)))]))
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def ended(number: int, *, seconds: float = 0.1, error: str = "") -> Span:
+    """The span of a request that is over."""
+    span = a_span(trace_id(number), "pageferry.request", f"req-{number}")
+    span.end_time_unix_nano = round(seconds * 1e9)
+    if error:
+        span.attributes.append(text("error.type", error))
+    return span
+
+
+def kept(store: TraceStore, numbers: range) -> list[int]:
+    found = []
+    for number in numbers:
+        with contextlib.suppress(NotFoundError):
+            store.find(f"req-{number}")
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("odd", "is_kept"),
+    [
+        (ended(0, error="INTERNAL"), True),
+        (ended(0, error="UNAVAILABLE"), True),
+        (ended(0, error="DEADLINE_EXCEEDED"), True),
+        (ended(0, seconds=5), True),
+        (ended(0, seconds=5, error="CANCELLED"), True),
+        (ended(0, seconds=4.9), False),
+        (ended(0, error="CANCELLED"), False),
+        (ended(0, error="INVALID_ARGUMENT"), False),
+        (ended(0, error="RESOURCE_EXHAUSTED"), False),
+    ],
+    ids=lambda value: f"{value.end_time_unix_nano / 1e9:g} s" if isinstance(value, Span) else None,
+)
+def test_what_failed_or_was_slow_is_kept_when_others_push_it_out(odd: Span, is_kept: bool) -> None:
+    store = TraceStore(4, 2, 5.0)
+    store.add([group("router", odd)])
+    store.add([group("router", *map(ended, range(1, 10)))])
+    assert kept(store, range(10)) == ([0, 7, 8, 9] if is_kept else [6, 7, 8, 9])
+    store.add([group("decode", a_span(trace_id(0), "decode.generate"))])  # as workers do, after the request's end
+    assert names(store.get(trace_id(0).hex()))[0 if not is_kept else 1] == ("decode", "decode.generate")
+
+
+def test_the_last_failures_are_kept_and_never_all_there_is_room_for() -> None:
+    store = TraceStore(4, 2, 5.0)
+    store.add([group("router", *(ended(number, error="INTERNAL") for number in range(4)))])
+    store.add([group("router", *map(ended, range(4, 10)))])
+    assert kept(store, range(10)) == [2, 3, 8, 9]
+    full = TraceStore(2, 64, 5.0)
+    full.add([group("router", *(ended(number, error="INTERNAL") for number in range(4)))])
+    full.add([group("router", ended(4))])
+    assert kept(full, range(5)) == [3, 4]
+
+
+def test_what_is_told_of_a_live_request_outlasts_many_others() -> None:
+    store = TraceStore(2, 1, 5.0)
+    tracer = configure_tracing("pageferry-router", TelemetryConfig(), local=store).tracer
+    live = tracer.start_span("pageferry.request", start_time=0)
+    context = set_span_in_context(live)
+    tracer.start_span("queue", context).end()
+    live_id = live.get_span_context().trace_id.to_bytes(16, "big")
+    store.add([group("prefill", a_span(live_id, "prefill.chunk"))])
+    for number in range(1, 9):
+        tracer.start_span("pageferry.request", attributes={"pageferry.request_id": f"req-{number}"}).end()
+    assert kept(store, range(9)) == [7, 8]
+    live.end(6_000_000_000)
+    store.add([group("router", *map(ended, range(11, 19)))])
+    whole = ["queue", "pageferry.request", "prefill.chunk"]
+    assert [name for _, name in names(store.get(live_id.hex()))] == whole
+    assert len(store) == 2
+
+
+def test_a_trace_of_several_requests_is_live_until_the_last_of_them_ends() -> None:
+    store = TraceStore(1)
+    tracer = configure_tracing("pageferry-router", TelemetryConfig(), local=store).tracer
+    first = tracer.start_span("pageferry.request")
+    context = set_span_in_context(first)
+    second = tracer.start_span("pageferry.request", context)
+    first.end()
+    store.add([group("router", ended(1), ended(2))])
+    assert len(names(store.get(f"{first.get_span_context().trace_id:032x}"))) == 1
+    second.end()
+    store.add([group("router", ended(3))])
+    assert kept(store, range(4)) == [3]
+    assert len(store) == 1

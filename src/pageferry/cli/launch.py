@@ -12,13 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pageferry.cli.supervisor import ChildSpec
-from pageferry.core.config import Config, EngineConfig, ServerConfig
+from pageferry.core.config import Config, EngineConfig, ServerConfig, collector_of
 from pageferry.core.cores import num_cores
 from pageferry.core.errors import InvalidArgumentError, UnavailableError, invalid
 from pageferry.core.groups import parse_groups
 from pageferry.core.model_files import load_config_of, resolve_model
 
-_COLLECTOR = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _LOOPBACK = "127.0.0.1"
 MAX_WORKERS = 64  # of a role, on one machine
 
@@ -83,7 +82,7 @@ def plan(
         telemetry=replace(base.telemetry, metrics_port=0),
     )
     launch = Launch(router, {})
-    endpoint = base.telemetry.otlp_endpoint or ("" if environment.get(_COLLECTOR) else launch.address)
+    endpoint = base.telemetry.otlp_endpoint or ("" if collector_of(environment) else launch.address)
     engines = _engines(base, roles, devices or {})
     workers = {
         role: replace(

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 from pageferry.core.addresses import parse_worker
@@ -18,6 +19,7 @@ KERNELS = ("auto", "cpu", "torch")
 TRANSPORTS = ("auto", "inline", "shm")
 UNKNOWN_FIELDS = ("refuse", "ignore")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+_COLLECTOR_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _SECRETS = ("salt_key",)
 _MAX_SECONDS = 86_400.0
 _MAX_LAYERS = 4096
@@ -199,8 +201,8 @@ class RouterConfig:
 class TelemetryConfig:
     otlp_endpoint: str = ""  # host:port or URL; the workers' is the router where no collector is set
     metrics_port: int = 0  # 0: off (the router serves /metrics on its HTTP port)
-    max_traces: int = 256  # that the router keeps in memory
-    kept_traces: int = 64  # of them, for requests that failed or were slow, when others push these out
+    max_traces: int = 256  # that the router keeps in memory, and those of live requests beside them
+    kept_traces: int = 64  # of them, for requests that failed or were slow, when others would push these out
     slow_request_s: float = 10.0  # from when on a request is slow
     sample_ratio: float = 1.0  # of the requests whose caller says nothing of sampling, those with a trace
     trace_steps: bool = False  # workers also trace each step of a batch, linked to its requests
@@ -213,6 +215,11 @@ class TelemetryConfig:
         _check_ranges(self, slow_request_s=(0, _MAX_SECONDS), sample_ratio=(0.0, 1.0))
         if self.trace_url and "{trace_id}" not in self.trace_url:
             raise invalid("trace_url", self.trace_url, "must hold {trace_id}")
+
+
+def collector_of(environment: Mapping[str, str]) -> str:
+    """The collector that a variable of OpenTelemetry's names, which wins over ours; empty where none does."""
+    return next((environment[name] for name in _COLLECTOR_VARIABLES if environment.get(name)), "")
 
 
 @dataclass(frozen=True, slots=True)

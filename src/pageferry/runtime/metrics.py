@@ -43,11 +43,16 @@ class Metrics:
         self._requests = counter("pageferry_requests", "Requests ended, by outcome.", ("outcome",))
         self._tokens = counter("pageferry_tokens", "Tokens of prompts, of them found cached, and generated.", ("kind",))
         self._open_calls = Gauge("pageferry_open_calls", "Calls that a drain would wait for.", registry=self.registry)
+        self._lost_spans = counter("pageferry_spans_lost", "Spans that ended and could not be sent to the collector.")
         self.count_tokens()  # so that every kind is there from the start
 
     def follow_open_calls(self, num_open: Callable[[], int]) -> None:
         """Ask for the number of open calls whenever metrics are read."""
         self._open_calls.set_function(num_open)
+
+    def count_lost_spans(self, num_spans: int) -> None:
+        """Any thread may call."""
+        self._lost_spans.inc(num_spans)
 
     def count_request(self, outcome: str) -> None:
         """`outcome` is a finish reason or the lower-case name of a status code; an unknown one counts as "other"."""

@@ -2,9 +2,10 @@
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Self
 
+from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
@@ -13,52 +14,96 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceServicer
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
+from opentelemetry.sdk import trace as sdk
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
+from pageferry.core.config import TelemetryConfig
 from pageferry.core.errors import NotFoundError, ResourceExhaustedError
 
 REQUEST_SPAN = "pageferry.request"
 REQUEST_ID = "pageferry.request_id"
+ERROR_TYPE = "error.type"
 TRACE_ID_BYTES = 16
 MAX_SPANS_PER_TRACE = 2048
 MAX_EXPORT_BYTES = 4 * 2**20
+# How requests end that nothing here has failed: their caller left or asked for what can't be, or there were too many.
+_NO_FAULT = {
+    "CANCELLED",
+    "INVALID_ARGUMENT",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "UNAUTHENTICATED",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+}
 
 
 class _Trace:
     """Own spans, encoded only when somebody asks, and others by resource; `request_ids` to clean the index."""
 
-    __slots__ = ("num_spans", "own", "request_ids", "resources")
+    __slots__ = ("is_notable", "num_live", "num_spans", "own", "request_ids", "resources")
 
     def __init__(self) -> None:
+        self.num_live = 0  # requests that have begun in this process, and not ended
+        self.is_notable = False
         self.num_spans = 0
         self.own: list[ReadableSpan] = []
         self.request_ids: set[str] = set()
         self.resources: dict[bytes, tuple[Resource, dict[bytes, Span]]] = {}  # spans by their ids
 
 
-class TraceStore(SpanExporter):
-    """Bounded by traces (the one touched longest ago goes first) and by spans a trace. Any thread may call."""
+class TraceStore(sdk.SpanProcessor):
+    """Bounded by traces and by spans a trace. Any thread may call.
 
-    def __init__(self, max_traces: int) -> None:
+    Where there are too many, the trace touched longest ago goes, but not one of a request that is live, and one of a
+    request that failed or was slow only once there are `num_kept` later ones. Whatever workers tell of a trace later
+    on, when it is kept, stands beside what is there.
+    """
+
+    def __init__(self, max_traces: int, num_kept: int = 0, slow_s: float = float("inf")) -> None:
+        """The last of all traces is kept in any case."""
         self._max_traces = max_traces
+        self._num_kept = min(num_kept, max_traces - 1)
+        self._slow_s = slow_s
         self._lock = threading.Lock()
-        self._traces: OrderedDict[bytes, _Trace] = OrderedDict()
+        # Each trace is in one of these, the one touched longest ago first.
+        self._live: dict[bytes, _Trace] = {}
+        self._past: OrderedDict[bytes, _Trace] = OrderedDict()
+        self._notable: OrderedDict[bytes, _Trace] = OrderedDict()
         self._by_request: dict[str, bytes] = {}
         self._latest = b""
 
-    def __len__(self) -> int:
-        return len(self._traces)
+    @classmethod
+    def of(cls, telemetry: TelemetryConfig) -> Self:
+        return cls(telemetry.max_traces, telemetry.kept_traces, telemetry.slow_request_s)
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+    def __len__(self) -> int:
+        return len(self._live) + len(self._past) + len(self._notable)
+
+    def on_start(self, span: sdk.Span, parent_context: Context | None = None) -> None:
+        if span.name == REQUEST_SPAN and span.context.trace_flags.sampled:
+            with self._lock:
+                trace_id = span.context.trace_id.to_bytes(TRACE_ID_BYTES)
+                trace = self._pop(trace_id)
+                trace.num_live += 1
+                self._live[trace_id] = trace
+
+    def on_end(self, span: ReadableSpan) -> None:
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        attributes = span.attributes or {}
         with self._lock:
-            for span in spans:
-                if span.context is not None:
-                    request_id = (span.attributes or {}).get(REQUEST_ID)
-                    trace = self._take(span.context.trace_id.to_bytes(TRACE_ID_BYTES), span.name, request_id)
-                    if trace is not None:
-                        trace.own.append(span)
-        return SpanExportResult.SUCCESS
+            trace_id = span.context.trace_id.to_bytes(TRACE_ID_BYTES)
+            trace = self._pop(trace_id)
+            if span.name == REQUEST_SPAN:
+                seconds = ((span.end_time or 0) - (span.start_time or 0)) / 1e9
+                self._note_end(trace_id, trace, seconds, attributes.get(ERROR_TYPE))
+                trace.num_live = max(0, trace.num_live - 1)
+            if self._takes(trace_id, trace, attributes.get(REQUEST_ID)):
+                trace.own.append(span)
+            self._put(trace_id, trace)
 
     def add(self, resource_spans: Iterable[ResourceSpans]) -> int:
         """Returns how many spans were left out: those without a trace id, or without room in their trace."""
@@ -73,12 +118,12 @@ class TraceStore(SpanExporter):
     def find(self, name: str) -> str:
         """The hex trace id of a request id, of itself, or ("") of the latest finished request; else NotFoundError."""
         with self._lock:
-            return self._find(name).hex()
+            return self._find(name)[0].hex()
 
     def get(self, name: str) -> bytes:
         """The trace that `find` finds, as serialised TracesData."""
         with self._lock:
-            trace = self._traces[self._find(name)]
+            trace = self._find(name)[1]
             groups = list(encode_spans(trace.own).resource_spans) if trace.own else []
             groups += [
                 ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=spans.values())])
@@ -87,52 +132,73 @@ class TraceStore(SpanExporter):
             return TracesData(resource_spans=groups).SerializeToString()
 
     def _add_span(self, key: bytes, resource: Resource, span: Span) -> bool:
-        known = self._traces.get(span.trace_id)
-        if known is not None and span.span_id in known.resources.get(key, (resource, {}))[1]:
-            return True  # sent again, since the answer to the first time was lost
-        ids = (entry.value.string_value for entry in span.attributes if entry.key == REQUEST_ID)
-        trace = self._take(span.trace_id, span.name, next(ids, None))
-        if trace is None:
+        if len(span.trace_id) != TRACE_ID_BYTES:
             return False
-        kept = Span()
-        kept.CopyFrom(span)  # alone: a part of a message would keep the whole of it in memory
-        trace.resources.setdefault(key, (resource, {}))[1][span.span_id] = kept
-        return True
+        trace = self._pop(span.trace_id)
+        is_known = span.span_id in trace.resources.get(key, (resource, {}))[1]  # the answer to the first time was lost
+        texts = {entry.key: entry.value.string_value for entry in span.attributes}
+        is_taken = is_known or self._takes(span.trace_id, trace, texts.get(REQUEST_ID))
+        if is_taken and not is_known:
+            if span.name == REQUEST_SPAN:
+                seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+                self._note_end(span.trace_id, trace, seconds, texts.get(ERROR_TYPE))
+            kept = Span()
+            kept.CopyFrom(span)  # alone: a part of a message would keep the whole of it in memory
+            trace.resources.setdefault(key, (resource, {}))[1][span.span_id] = kept
+        self._put(span.trace_id, trace)
+        return is_taken
 
-    def _take(self, trace_id: bytes, name: str, request_id: object) -> _Trace | None:
-        """The trace that a span belongs to, now counted and found; None where the span must be left out."""
-        if len(trace_id) != TRACE_ID_BYTES:
-            return None
-        trace = self._traces.setdefault(trace_id, _Trace())
-        self._traces.move_to_end(trace_id)
-        while len(self._traces) > self._max_traces:
-            self._forget(*self._traces.popitem(last=False))
+    def _takes(self, trace_id: bytes, trace: _Trace, request_id: object) -> bool:
+        """Count another span, and know its trace by its request; False where the trace is full."""
         if trace.num_spans >= MAX_SPANS_PER_TRACE:
-            return None
+            return False
         trace.num_spans += 1
         if isinstance(request_id, str):
             trace.request_ids.add(request_id)
             self._by_request[request_id] = trace_id
-        if name == REQUEST_SPAN:
-            self._latest = trace_id
-        return trace
+        return True
+
+    def _note_end(self, trace_id: bytes, trace: _Trace, seconds: float, error: object) -> None:
+        """A request of the trace is over."""
+        self._latest = trace_id
+        has_failed = error is not None and error not in _NO_FAULT
+        trace.is_notable = trace.is_notable or has_failed or seconds >= self._slow_s
+
+    def _pop(self, trace_id: bytes) -> _Trace:
+        """The trace, or a new one; the caller puts it back where it belongs now."""
+        for traces in (self._live, self._past, self._notable):
+            if (trace := traces.pop(trace_id, None)) is not None:
+                return trace
+        return _Trace()
+
+    def _put(self, trace_id: bytes, trace: _Trace) -> None:
+        if trace.num_live:
+            self._live[trace_id] = trace
+            return
+        (self._notable if trace.is_notable else self._past)[trace_id] = trace
+        while len(self._notable) > self._num_kept:
+            trace_id, trace = self._notable.popitem(last=False)
+            self._past[trace_id] = trace
+        while len(self._past) + len(self._notable) > self._max_traces:
+            self._forget(*self._past.popitem(last=False))
 
     def _forget(self, trace_id: bytes, trace: _Trace) -> None:
         for request_id in trace.request_ids:
             if self._by_request.get(request_id) == trace_id:
                 del self._by_request[request_id]
 
-    def _find(self, name: str) -> bytes:
+    def _find(self, name: str) -> tuple[bytes, _Trace]:
         trace_id = self._by_request.get(name, b"") if name else self._latest
         if not trace_id and len(name) == 2 * TRACE_ID_BYTES:
             try:
                 trace_id = bytes.fromhex(name)
             except ValueError:
                 trace_id = b""
-        if trace_id not in self._traces:
-            what = f"no trace {name!r} is" if name else "no finished request's trace is"
-            raise NotFoundError(f"{what} among the last {self._max_traces} traces kept", reason="TRACE_NOT_FOUND")
-        return trace_id
+        for traces in (self._live, self._past, self._notable):
+            if (trace := traces.get(trace_id)) is not None:
+                return trace_id, trace
+        what = f"no trace {name!r} is" if name else "no finished request's trace is"
+        raise NotFoundError(f"{what} among the last {self._max_traces} traces kept", reason="TRACE_NOT_FOUND")
 
 
 class TraceReceiver(TraceServiceServicer):

@@ -6,8 +6,6 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
-from opentelemetry.trace import Tracer
-
 from pageferry.core.config import Config
 from pageferry.core.errors import InternalError
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
@@ -19,7 +17,7 @@ from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.process import ENGINE_OPTIONS, run_service
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer, ServerSecurity
-from pageferry.runtime.telemetry import configure_tracing
+from pageferry.runtime.telemetry import Tracing, configure_tracing
 from pageferry.runtime.tls import Certificates
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.runtime.worker_main import WorkerMain, WorkerParts
@@ -45,7 +43,7 @@ async def serve_worker(config: Config, stop: asyncio.Event, main: WorkerMain[Any
     try:
         security = ServerSecurity.of(config.security, certificates)
         async with GrpcServer(config.server, tracing.tracer, security) as server:
-            await _serve(config, stop, main, server, tracing.tracer, executor, certificates)
+            await _serve(config, stop, main, server, tracing, executor, certificates)
     finally:
         await main.close()
         executor.shutdown(wait=False)
@@ -58,7 +56,7 @@ async def _serve(
     stop: asyncio.Event,
     main: WorkerMain[Any],
     server: GrpcServer,
-    tracer: Tracer,
+    tracing: Tracing,
     executor: ThreadPoolExecutor,
     certificates: Certificates | None,
 ) -> None:
@@ -71,12 +69,13 @@ async def _serve(
 
     incarnation = secrets.token_bytes(INCARNATION_BYTES)
     publisher = Publisher(WorkerHub(incarnation, main.snapshot), WorkerMetrics())
+    tracing.count_losses(publisher.metrics)
     _add_services(server, main, publisher, drain)
     port = await server.start()
     if config.telemetry.metrics_port:
         publisher.metrics.serve(config.server.host, config.telemetry.metrics_port, certificates)
     log("listening", host=config.server.host, port=port)
-    parts = WorkerParts(config, incarnation, port, tracer, publisher, executor, certificates)
+    parts = WorkerParts(config, incarnation, port, tracing.tracer, publisher, executor, certificates)
     stopping = asyncio.create_task(stop.wait())
     loading = asyncio.create_task(main.load(parts))
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
