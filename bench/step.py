@@ -52,9 +52,9 @@ from pageferry.decode_svc.worker import DecodeWorker, Served
 from pageferry.engine.batch import BatchBuilder
 from pageferry.engine.runner import TorchRunner
 from pageferry.runtime.convert_work import work_to_proto
-from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.worker_hub import WorkerHub
+from pageferry.runtime.worker_metrics import WorkerMetrics
 from pageferry.v1 import decode_pb2, worker_pb2
 
 Times = dict[str, float]

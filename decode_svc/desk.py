@@ -12,7 +12,6 @@ from pageferry.core.pools import PagePools
 from pageferry.core.sequence import Sequence
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.frames import FrameKey
-from pageferry.runtime.reports import Publisher
 from pageferry.runtime.tickets import Grant
 
 Places = Mapping[PageKey, Place]
@@ -131,7 +130,6 @@ class EngineDesk:
         desk: TicketDesk,
         engine: EngineThread[Any],
         clock: Callable[[], float],
-        publisher: Publisher,
         *,
         lease_ms: int,
         vocab_size: int,
@@ -139,7 +137,6 @@ class EngineDesk:
         self._desk = desk
         self._engine = engine
         self._clock = clock
-        self._publisher = publisher
         self._lease_ms = lease_ms
         self._vocab_size = vocab_size
 
@@ -165,11 +162,6 @@ class EngineDesk:
         await self._engine.call(lambda: self._desk.commit(grant, covered_tokens, first, self._clock()))
 
     def close(self, grant: Grant, error: PageferryError | None) -> None:
-        if error is not None:
-            self._publisher.metrics.count_broken_handoff()
-            self._publisher.handoffs.failures += 1
-        else:
-            self._publisher.handoffs.add(len(grant.places), grant.num_bytes)
         self._engine.post(lambda: self._desk.close(grant, error))
 
 

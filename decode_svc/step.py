@@ -13,6 +13,7 @@ from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.decode_svc.desk import DeskActions, TicketDesk
 from pageferry.runtime.reports import Report
 from pageferry.runtime.tickets import Grant
+from pageferry.runtime.worker_metrics import StepFigures
 from pageferry.runtime.worker_step import ChunkDone, WorkerStep
 
 RESERVE_RETRY_MS = 50
@@ -155,7 +156,8 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
             if chunk.is_prompt:
                 num_prefill += chunk.num_tokens
                 self._emit(ChunkDone(chunk.sequence.owner, chunk.start, chunk.num_tokens, started, ended))
-        self._reporter.measure(num_prefill, ended - started)
+        num_tokens = plan.num_tokens + sum(result.num_drafted)
+        self._reporter.measure(num_prefill, StepFigures(len(plan.chunks), num_tokens, ended - started))
         self._take(self._scheduler.apply(plan, result, ended), ended, own=True)
 
     def _activate(self, sequence: Sequence, first: SampledToken | None, now: float) -> None:

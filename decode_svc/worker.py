@@ -54,12 +54,13 @@ class DecodeWorker(WorkCalls[Call, Event]):
             step.desk,
             self.engine,
             clock,
-            publisher,
             lease_ms=served.handoff.lease_ms,
             vocab_size=served.limits.vocab_size,
         )
         self.subscriptions = Subscriptions()
-        self.receiver = PageReceiver(self.desk, served.pages, served.executor, served.handoff)
+        self.receiver = PageReceiver(
+            self.desk, served.pages, served.executor, served.handoff, on_over=publisher.count_push
+        )
 
     async def decode(self, request: pb.DecodeRequest, context: Any) -> None:
         with counted(self._publisher.metrics) as outcome:
@@ -175,6 +176,7 @@ class DecodeWorker(WorkCalls[Call, Event]):
             return
         self._publisher.metrics.count_drafts(figures.num_drafted, figures.num_accepted, call.num_drawn)
         first_step = figures.ended if figures.first_step is None else figures.first_step
+        self._publisher.metrics.queue_s.observe(first_step - figures.ready)
         attributes = {
             "pageferry.steps": figures.num_steps,
             "pageferry.forward_ms": figures.forward_s * 1000,

@@ -10,6 +10,7 @@ from pageferry.core.pools import PagePools
 from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.runtime.reports import Report
+from pageferry.runtime.worker_metrics import StepFigures
 from pageferry.runtime.worker_step import ChunkDone, WorkerStep
 
 
@@ -75,7 +76,7 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
         self._reporter.mark_changed()
 
     def _apply(self, plan: Plan, result: StepResult, started: float, ended: float) -> None:
-        self._reporter.measure(plan.num_tokens, ended - started)
+        self._reporter.measure(plan.num_tokens, StepFigures(len(plan.chunks), plan.num_tokens, ended - started))
         # Taken before `apply` lets go of the pages of sequences that are done.
         taken = {chunk.sequence: self._take_pages(chunk) for chunk in plan.chunks}
         output = self._scheduler.apply(plan, result, ended)

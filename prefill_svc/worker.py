@@ -77,7 +77,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         super().__init__(step, push_parts.tracer, publisher, clock)
         self._step = step
         self._limits = limits
-        self._push_parts = push_parts
+        self._push_parts = replace(push_parts, on_over=publisher.count_push)
         self._channels = channels
         self._shipments: set[asyncio.Task[None]] = set()
 
@@ -119,8 +119,6 @@ class PrefillWorker(WorkCalls[_Call, Event]):
         await context.write(PrefillResponse(first_token=self._first_token(call, drawn)))
         if call.shipment is not None and drawn.reason is None:
             stats = await call.shipped()
-            metrics.count_handoff(stats.pages, stats.bytes, stats.tail_s)
-            self._publisher.handoffs.add(stats.pages, stats.bytes)
             await context.write(PrefillResponse(shipped=_shipped(stats)))
         return drawn
 
@@ -148,6 +146,7 @@ class PrefillWorker(WorkCalls[_Call, Event]):
             return
         if call.first_chunk is None:
             call.first_chunk = chunk.started
+            self._publisher.metrics.queue_s.observe(chunk.started - call.sequence.arrival)
             profile = profile_attributes(call.sequence.work)
             self._spans.record("prefill.queue", call.parent, call.sequence.arrival, chunk.started, profile)
         self._record_chunk(call.parent, chunk)
@@ -168,8 +167,6 @@ class PrefillWorker(WorkCalls[_Call, Event]):
 
     def _take_outcome(self, call: _Call, outcome: HandoffStats | PageferryError) -> None:
         if isinstance(outcome, PageferryError):
-            self._publisher.metrics.count_broken_handoff()
-            self._publisher.handoffs.failures += 1
             self._log("handoff_broken", call.sequence, outcome)
         call.outcomes.put_nowait(outcome)
 

@@ -19,6 +19,7 @@ from pageferry.router.frontend import Frontend
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.serving import serve_http
 from pageferry.router.gateway.tls import HttpTls
+from pageferry.router.metrics import RouterMetrics
 from pageferry.router.oip import OIP_SERVICE, OpenInferenceServicer
 from pageferry.router.service import InferenceServicer, authorization_of
 from pageferry.router.telemetry import Telemetry
@@ -26,7 +27,6 @@ from pageferry.runtime.access import check_local
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.process import lasting_objects, run_service
 from pageferry.runtime.server import GrpcServer, ServerSecurity
 from pageferry.runtime.telemetry import configure_tracing

@@ -76,6 +76,7 @@ class Frontend:
             profiles=self._profiles,
             clock=clock,
         )
+        telemetry.metrics.follow(lambda: fleet.workers, self._dispatcher.profile_status)
         self._serving = Serving(
             fleet,
             self._dispatcher,
@@ -190,6 +191,7 @@ class Frontend:
             return self._callers.of(authorization)
         except UnauthenticatedError as error:
             self._telemetry.metrics.count_request(error.code.lower())
+            self._telemetry.metrics.count_rejection(error)
             raise
 
     def check_admin(self, authorization: Sequence[str], what: str) -> None:

@@ -9,9 +9,9 @@ from pageferry.core.errors import FieldViolation, PermissionDeniedError, invalid
 from pageferry.core.profile_switch import Reading, Switch, in_effect
 from pageferry.core.profiles import INTERACTIVE, Profile, ProfileSet, parse_profiles
 from pageferry.core.tenants import ANYBODY, Tenant
+from pageferry.router.metrics import RouterMetrics
 from pageferry.router.watched_file import WatchedFile
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import RouterMetrics
 
 MAX_NAME_CHARACTERS = 64  # of one that is not known, in the message that says so
 

@@ -13,9 +13,9 @@ from pageferry.router.failures import (
     means_draining,
 )
 from pageferry.router.fleet import Fleet
+from pageferry.router.metrics import RouterMetrics
 from pageferry.router.workers import Role
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import RouterMetrics
 
 # How often a request may meet a worker that is not there: more than workers that die as it comes, and an end.
 _MAX_UNREACHED = 8
@@ -45,6 +45,7 @@ class Recovery:
     def refused(self, refusal: RefusedError) -> None:
         """A worker took nothing of the request."""
         refusal.worker.view.refusing = True
+        self._metrics.count_return(refusal.worker.role)
         self._span.add_event("pageferry.refused", {"worker": refusal.worker.address, "reason": str(refusal)})
         if isinstance(refusal.error, UnavailableError) and not means_draining(refusal.error):
             self._num_unreached += 1

@@ -17,13 +17,14 @@ from pageferry.router.candidates import Demand
 from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
+from pageferry.router.metrics import RouterMetrics
 from pageferry.router.recovery import Recovery, Retries
 from pageferry.router.request_span import Timeline
 from pageferry.router.telemetry import PastSpans
 from pageferry.router.work import demand_of, work_of
 from pageferry.runtime.convert import finish_to_proto
 from pageferry.runtime.convert_work import work_to_proto
-from pageferry.runtime.metrics import RouterMetrics
+from pageferry.runtime.metrics import exemplar_of
 from pageferry.text.detokenize import TextStream
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Hypothesis
@@ -206,7 +207,9 @@ class Generation:
         except UnavailableError as error:
             raise self._recovery.with_cause(error) from error
         finally:
-            self._spans.record("queue", enqueued, grant.began if grant is not None else self._clock(), {})
+            left = grant.began if grant is not None else self._clock()
+            self._spans.record("queue", enqueued, left, {})
+            self._serving.metrics.queue_s.observe(left - enqueued, exemplar_of(self._span))
         if self.timeline.first_token is None:
             self.timeline.parts.queue_ms += (grant.ended - enqueued) * 1000
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
@@ -246,4 +249,4 @@ class Generation:
         if gap_s is not None:
             self._serving.metrics.itl_s.observe(gap_s)
         elif self.choice == 0:
-            self._serving.metrics.ttft_s.observe(self.timeline.ttft_s)
+            self._serving.metrics.ttft_s.observe(self.timeline.ttft_s, exemplar_of(self._span))

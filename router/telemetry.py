@@ -8,8 +8,9 @@ from opentelemetry.trace import Span, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import PageferryError
+from pageferry.router.metrics import RouterMetrics
 from pageferry.router.request_span import Timeline, describe_usage, set_outcome
-from pageferry.runtime.metrics import RouterMetrics
+from pageferry.runtime.metrics import exemplar_of
 from pageferry.runtime.telemetry import record_span
 from pageferry.runtime.trace_store import TraceStore
 from pageferry.v1.types_pb2 import FinishReason, Usage
@@ -37,7 +38,18 @@ class Telemetry:
         self.metrics.count_request(set_outcome(span, outcome))
         span.end(timeline.wall_ns(now))
         if not isinstance(outcome, PageferryError):
-            self.metrics.request_s.observe(now - timeline.arrival)
+            self._observe(timeline, exemplar_of(span), now)
+        elif timeline.first_token is None:
+            self.metrics.count_rejection(outcome)
+
+    def _observe(self, timeline: Timeline, exemplar: dict[str, str] | None, now: float) -> None:
+        self.metrics.request_s.observe(now - timeline.arrival, exemplar)
+        if timeline.first_token is not None:
+            timings = timeline.timings(now)
+            self.metrics.observe_parts(timings, exemplar)
+            if timeline.second_token is not None and timeline.pages.shipped:
+                first_step_ms = max(0.0, timeline.first_step_ms - timings.decode_queue_ms)
+                self.metrics.observe_second_token(timings, first_step_ms, exemplar)
 
 
 class PastSpans:

@@ -10,7 +10,8 @@ from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -119,7 +120,8 @@ class _Gateway:
 
     async def metrics(self, request: Request) -> Response:
         self.frontend.check_admin(_authorization(request), "metrics")
-        return Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(self.registry), media_type=content_type)
 
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})

@@ -18,9 +18,9 @@ from pageferry.core.tenants import Tenant
 from pageferry.router.ask import Ask
 from pageferry.router.candidates import Demand
 from pageferry.router.lanes import Lanes
+from pageferry.router.metrics import RouterMetrics
 from pageferry.router.profiles import Profiles
 from pageferry.router.watched_file import CHECK_S
-from pageferry.runtime.metrics import RouterMetrics
 from pageferry.v1 import inference_pb2 as pb
 
 TOKENS = [*range(100, 140)]

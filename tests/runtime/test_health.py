@@ -17,10 +17,10 @@ from pageferry.core.errors import UnavailableError
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.health import keep_health_true
-from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import LIVENESS, GrpcServer
 from pageferry.runtime.worker_hub import WorkerHub
+from pageferry.runtime.worker_metrics import WorkerMetrics
 from pageferry.v1 import decode_pb2, decode_pb2_grpc
 from pageferry.v1.inference_pb2 import WorkerLoad
 from pageferry.v1.worker_pb2 import Snapshot

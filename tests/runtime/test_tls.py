@@ -24,9 +24,9 @@ from pageferry.core.security import SecurityConfig
 from pageferry.runtime import metrics
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.errors import from_rpc_error
-from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.server import GrpcServer, ServerSecurity
 from pageferry.runtime.tls import Certificates, TlsFiles
+from pageferry.runtime.worker_metrics import WorkerMetrics
 from pageferry.v1 import decode_pb2, decode_pb2_grpc
 
 ROUTER_ID = "spiffe://pageferry.test/router"

@@ -14,12 +14,12 @@ from pageferry.prefill_svc.__main__ import PrefillMain
 from pageferry.runtime import worker_main
 from pageferry.runtime.background import in_background
 from pageferry.runtime.engine_thread import EngineThread
-from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.work_calls import loading
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.runtime.worker_main import WorkerParts, advertised_host
+from pageferry.runtime.worker_metrics import WorkerMetrics
 from pageferry.runtime.worker_process import serve_worker
 from pageferry.v1.admin_pb2 import Drained, DrainRequest, DrainResponse
 from pageferry.v1.admin_pb2_grpc import AdminServiceStub

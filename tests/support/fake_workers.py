@@ -25,11 +25,11 @@ from pageferry.core.layout import CacheLayout
 from pageferry.core.model_files import load_config_of, resolve_model
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend
+from pageferry.router.metrics import RouterMetrics
 from pageferry.router.telemetry import Telemetry
 from pageferry.router.workers import Role
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto
-from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.text.tokenizer import load_tokenizer

@@ -42,11 +42,11 @@ from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.convert_work import work_to_proto
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.frames import sealed
-from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_hub import WorkerHub
+from pageferry.runtime.worker_metrics import WorkerMetrics
 from pageferry.v1 import (
     decode_pb2,
     decode_pb2_grpc,

@@ -90,6 +90,11 @@ class Sender:
         return self._num_sent - self._num_acked
 
     @property
+    def shipped(self) -> tuple[int, int]:
+        """Pages of which some was sent, or is about to be, and bytes that were."""
+        return len(self._pages), self._num_bytes
+
+    @property
     def stats(self) -> HandoffStats:
         """Of a committed push."""
         if self._committed is None or self._compute_ended is None:

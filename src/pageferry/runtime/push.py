@@ -31,8 +31,10 @@ from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.frames import TRANSPORT, describe_pages, describe_timing, sealed
 from pageferry.runtime.logs import log
+from pageferry.runtime.metrics import exemplar_of
 from pageferry.runtime.outbox import Outbox
 from pageferry.runtime.page_wire import push_call
+from pageferry.runtime.push_figures import SENT, PushFigures
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
 from pageferry.runtime.shared_regions import SharedRegion, SharedRegions
 from pageferry.v1 import page_pb2
@@ -52,6 +54,7 @@ class PushParts:
     tracer: Tracer
     regions: SharedRegions = field(default_factory=SharedRegions)
     clock: Callable[[], float] = time.monotonic
+    on_over: Callable[[PushFigures], None] = lambda figures: None
 
 
 class PushClient:
@@ -213,8 +216,10 @@ class PushClient:
             room = self._carrier.take_room(batch)
             return room is not None
 
-        await self._until(has_room)
-        self._stalled_s += self._parts.clock() - start
+        try:
+            await self._until(has_room)
+        finally:
+            self._stalled_s += self._parts.clock() - start
         assert room is not None
         return room
 
@@ -312,6 +317,7 @@ class PushClient:
             self._raise_failure()
 
     def _end_span(self) -> None:
+        failure: PageferryError | None = None
         if self._sender.state is not SenderState.IDLE:
             self._span.set_attribute(TRANSPORT, self.transport)
         if self._sender.state is SenderState.COMMITTED:
@@ -320,5 +326,20 @@ class PushClient:
             describe_timing(self._span, stats, self._stalled_s)
             end_span(self._span, grpc.StatusCode.OK)
         else:
-            failure = self.failure or AbortedError("the push was given up")
+            failure = self.failure or AbortedError("the push was given up", reason="PUSH_ABORTED")
             end_span(self._span, grpc.StatusCode[failure.code], failure.message)
+        self._tell(failure)
+
+    def _tell(self, failure: PageferryError | None) -> None:
+        num_pages, num_bytes = self._sender.shipped
+        figures = PushFigures(
+            SENT,
+            self.transport,
+            num_pages,
+            num_bytes,
+            self._stalled_s,
+            self._sender.stats if failure is None else None,
+            failure.reason if failure is not None else None,
+            exemplar_of(self._span),
+        )
+        self._parts.on_over(figures)

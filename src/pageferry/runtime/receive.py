@@ -1,7 +1,7 @@
 """The receiving end of a hand-off: pages are copied to where they were reserved, checked there, and acknowledged."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +31,7 @@ from pageferry.runtime.frames import (
     copy_arrival,
     describe_pages,
 )
+from pageferry.runtime.push_figures import RECEIVED, PushFigures
 from pageferry.runtime.staging import OwnRegion, OwnRegions
 from pageferry.runtime.tickets import Grant, TicketDesk
 from pageferry.v1 import page_pb2, page_pb2_grpc
@@ -50,11 +51,13 @@ class PageReceiver(page_pb2_grpc.PageServiceServicer):
         executor: ThreadPoolExecutor,
         config: HandoffConfig | None = None,
         regions: OwnRegions | None = None,
+        on_over: Callable[[PushFigures], None] = lambda figures: None,
     ) -> None:
         config = config or HandoffConfig()
         self._desk = desk
         self._sink = sink
         self._executor = executor
+        self._on_over = on_over
         self._transport = config.transport
         self._regions = regions if regions is not None else OwnRegions(executor, config.lease_ms / 1000)
 
@@ -80,6 +83,7 @@ class PageReceiver(page_pb2_grpc.PageServiceServicer):
             raise
         finally:
             receipt.describe(trace.get_current_span())
+            self._on_over(receipt.figures(error))
             receipt.close(error)
 
 
@@ -131,8 +135,16 @@ class _Receipt:
     def describe(self, span: trace.Span) -> None:
         """Put the push's figures onto its span."""
         describe_pages(span, self._sink.layout, len(self._arrived), self._num_bytes)
+        span.set_attribute(TRANSPORT, self._transport)
+
+    def figures(self, error: PageferryError | None) -> PushFigures:
+        failure = error.reason if error is not None else None
+        return PushFigures(RECEIVED, self._transport, len(self._arrived), self._num_bytes, failure=failure)
+
+    @property
+    def _transport(self) -> str:
         is_shared = self._region is not None and self._region.is_attached
-        span.set_attribute(TRANSPORT, SHM if is_shared else INLINE)
+        return SHM if is_shared else INLINE
 
     def close(self, error: PageferryError | None) -> None:
         """Close the grant, as soon as no copy runs any more."""
@@ -145,7 +157,6 @@ class _Receipt:
     def _close(self, error: PageferryError | None) -> None:
         if self._regions is not None and self._region is not None:
             self._regions.give_back(self._region)
-        self._grant.num_bytes = self._num_bytes
         self._desk.close(self._grant, error)
 
     async def _read_messages(self, context: Any) -> page_pb2.Commit:

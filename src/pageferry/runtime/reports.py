@@ -8,8 +8,9 @@ from pageferry.core.load import ReportTimer, Smoothed
 from pageferry.core.pool import PagePool
 from pageferry.core.pools import PagePools
 from pageferry.core.scheduler import Scheduler
-from pageferry.runtime.metrics import WorkerMetrics
+from pageferry.runtime.push_figures import PushFigures
 from pageferry.runtime.worker_hub import WorkerHub
+from pageferry.runtime.worker_metrics import StepFigures, WorkerMetrics
 from pageferry.v1.inference_pb2 import PoolLoad, PriorityLoad, WorkerLoad
 
 _WHOLE_STEP_TOKENS = 64  # from which on a step's speed counts in full
@@ -23,7 +24,14 @@ class CacheReport:
     removed: tuple[bytes, ...]
 
 
-Report = WorkerLoad | CacheReport
+@dataclass(frozen=True, slots=True)
+class StepsReport:
+    """The steps since the last report."""
+
+    steps: tuple[StepFigures, ...]
+
+
+Report = WorkerLoad | CacheReport | StepsReport
 
 
 class Reporter:
@@ -39,9 +47,12 @@ class Reporter:
         self._timer = ReportTimer()
         self._rate = Smoothed()
         self._step_s = Smoothed()
+        self._steps: list[StepFigures] = []
 
-    def measure(self, num_prompt_tokens: int, seconds: float) -> None:
+    def measure(self, num_prompt_tokens: int, step: StepFigures) -> None:
         """A step has run that computed so much of prompts."""
+        seconds = step.seconds
+        self._steps.append(step)
         self._num_prefilled += num_prompt_tokens
         self._step_s.add(seconds)
         if num_prompt_tokens and seconds > 0:
@@ -63,6 +74,9 @@ class Reporter:
         stored, removed = self._pools.take_cache_events()
         if stored or removed:
             reports.append(CacheReport(tuple(stored), tuple(removed)))
+        if self._steps:
+            reports.append(StepsReport(tuple(self._steps)))
+            self._steps.clear()
         return reports
 
     def load(self) -> WorkerLoad:
@@ -109,10 +123,13 @@ class HandoffTotals:
     num_bytes: int = 0
     failures: int = 0
 
-    def add(self, pages: int, num_bytes: int) -> None:
+    def add(self, push: PushFigures) -> None:
+        if push.failure is not None:
+            self.failures += 1
+            return
         self.handoffs += 1
-        self.pages += pages
-        self.num_bytes += num_bytes
+        self.pages += push.pages
+        self.num_bytes += push.num_bytes
 
 
 @dataclass(slots=True)
@@ -125,14 +142,22 @@ class Publisher:
     _stalled: bool = False
 
     def publish(self, report: Report) -> None:
-        if isinstance(report, WorkerLoad):
-            report.stalled = self._stalled
-            report.handoffs, report.handoff_failures = self.handoffs.handoffs, self.handoffs.failures
-            report.handoff_pages, report.handoff_bytes = self.handoffs.pages, self.handoffs.num_bytes
-            self.hub.publish_load(report)
-            self.metrics.set_load(report)
-        else:
-            self.hub.publish_cache(report.stored, report.removed)
+        match report:
+            case WorkerLoad():
+                report.stalled = self._stalled
+                report.handoffs, report.handoff_failures = self.handoffs.handoffs, self.handoffs.failures
+                report.handoff_pages, report.handoff_bytes = self.handoffs.pages, self.handoffs.num_bytes
+                self.hub.publish_load(report)
+                self.metrics.set_load(report)
+            case StepsReport():
+                self.metrics.count_steps(report.steps)
+            case CacheReport():
+                self.hub.publish_cache(report.stored, report.removed)
+
+    def count_push(self, push: PushFigures) -> None:
+        """A push of pages is over, however it ended; loads tell it from the next one on."""
+        self.handoffs.add(push)
+        self.metrics.count_push(push)
 
     def set_stalled(self, stalled: bool) -> None:
         """Say with all loads, from the last one on, whether the engine that tells them makes progress."""

@@ -22,7 +22,6 @@ class Grant:
     ticket: bytes
     lease_ms: int
     places: Mapping[PageKey, Place] = field(default_factory=dict)
-    num_bytes: int = 0  # that have come, once the push is over
     ended: "asyncio.Future[PageferryError]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def end(self, error: PageferryError) -> None:

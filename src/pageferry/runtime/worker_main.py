@@ -27,6 +27,7 @@ from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.tls import Certificates
 from pageferry.runtime.work_calls import WorkCalls, loading
+from pageferry.runtime.worker_metrics import WorkerFacts
 from pageferry.v1.worker_pb2 import WORKER_ROLE_DECODE, Snapshot, WorkerRole
 
 _STOP_S = 5.0  # for the engine's thread to end its step, whose result nobody waits for any more
@@ -132,6 +133,8 @@ class WorkerMain(ABC, Generic[Worker]):
             chunk_tokens=self.chunk_tokens(parts.config),
             subscriptions=self.role == WORKER_ROLE_DECODE,
         )
+        role, device = self.name, parts.config.engine.device
+        parts.publisher.metrics.describe(WorkerFacts(role, engine.model_config.name, device, engine.layout))
         self.ready, self._publisher = worker, parts.publisher
         return worker.engine
 

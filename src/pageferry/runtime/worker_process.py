@@ -10,10 +10,10 @@ from pageferry.core.config import Config
 from pageferry.core.errors import InternalError
 from pageferry.runtime.admin import ADMIN_SERVICE, Admin
 from pageferry.runtime.engine_thread import EngineThread
+from pageferry.runtime.gpu_use import open_gpu
 from pageferry.runtime.health import keep_health_true
 from pageferry.runtime.logs import log
 from pageferry.runtime.malloc import keep_freed_memory
-from pageferry.runtime.metrics import WorkerMetrics
 from pageferry.runtime.process import ENGINE_OPTIONS, run_service
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer, ServerSecurity
@@ -21,6 +21,7 @@ from pageferry.runtime.telemetry import Tracing, configure_tracing
 from pageferry.runtime.tls import Certificates
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.runtime.worker_main import WorkerMain, WorkerParts
+from pageferry.runtime.worker_metrics import WorkerMetrics
 from pageferry.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pageferry.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
@@ -70,6 +71,8 @@ async def _serve(
     incarnation = secrets.token_bytes(INCARNATION_BYTES)
     publisher = Publisher(WorkerHub(incarnation, main.snapshot), WorkerMetrics())
     tracing.count_losses(publisher.metrics)
+    if (gpu := open_gpu(config.engine.device)) is not None:
+        publisher.metrics.follow_gpu(gpu)
     _add_services(server, main, publisher, drain)
     port = await server.start()
     if config.telemetry.metrics_port:

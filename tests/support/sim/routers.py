@@ -12,10 +12,10 @@ from tokenizers.models import WordLevel
 from pageferry.router.__main__ import _run
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend
+from pageferry.router.metrics import RouterMetrics
 from pageferry.router.service import InferenceServicer
 from pageferry.router.telemetry import Telemetry
 from pageferry.runtime.channels import open_channel
-from pageferry.runtime.metrics import RouterMetrics
 from pageferry.runtime.server import GrpcServer
 from pageferry.text.chat_template import ChatTemplate
 from pageferry.text.tokenizer import Tokenizer
