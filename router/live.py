@@ -42,7 +42,7 @@ class LiveRequests:
     def coming(self) -> Iterator[None]:
         """A request is looked at inside the block: a drain waits for it. UnavailableError once one has begun."""
         if self.draining:
-            raise UnavailableError("the router is draining", reason="DRAINING")
+            raise UnavailableError("the router is draining", reason="DRAINING", nothing_begun=True)
         self._num_coming += 1
         try:
             yield

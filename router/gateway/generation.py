@@ -97,6 +97,7 @@ class GenerationResponse(Response):
             try:
                 await (self._whole(events, send) if self._parsed.streaming is None else self._stream(events, send))
             except PageferryError as error:
+                error.nothing_begun &= self._parsed.num_requests == 1  # what holds for one of several prompts
                 raise in_the_body_s_words(error, self._caller.names) from None
 
     def _begin(self, number: int) -> Events:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pageferry import __version__
-from pageferry.core.errors import InternalError, NotFoundError, PageferryError, UnauthenticatedError
+from pageferry.core.errors import NOTHING_BEGUN, InternalError, NotFoundError, PageferryError, UnauthenticatedError
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
 from pageferry.router.gateway.chat_request import parse_chat
 from pageferry.router.gateway.choices_reply import ChatReply, CompletionReply
@@ -195,6 +195,8 @@ async def _on_error(request: Request, error: PageferryError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
     if isinstance(error, UnauthenticatedError):
         headers["www-authenticate"] = "Bearer"
+    if error.nothing_begun:
+        headers[NOTHING_BEGUN] = "1"
     return _json(error_body(error), error_status(error), headers)
 
 

@@ -15,7 +15,7 @@ from spans import SpanLog
 
 import pageferry.runtime.server as server_module
 from pageferry.core.config import HandoffConfig, ServerConfig
-from pageferry.core.errors import ResourceExhaustedError, UnavailableError
+from pageferry.core.errors import NOTHING_BEGUN, ResourceExhaustedError, UnavailableError
 from pageferry.runtime.channels import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MIN_PING_INTERVAL_MS
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
@@ -182,6 +182,7 @@ async def test_draining_refuses_new_work_and_lets_live_work_end() -> None:
             await stub.Decode(decode_pb2.DecodeRequest()).read()
         error = from_rpc_error(caught.value)
         assert (type(error), error.reason) == (UnavailableError, "DRAINING")
+        assert NOTHING_BEGUN in dict(caught.value.trailing_metadata())
         handler.go_on.set()
         assert len([message async for message in live]) == 1
         assert await draining == 0
@@ -200,6 +201,7 @@ async def test_work_that_outlasts_the_grace_ends_with_unavailable() -> None:
                 pass
         error = from_rpc_error(caught.value)
         assert (type(error), error.reason) == (UnavailableError, "DRAINING")
+        assert NOTHING_BEGUN not in dict(caught.value.trailing_metadata())
         statuses = [(span.attributes or {})["rpc.response.status_code"] for span in await log.wait(2)]
         assert statuses == ["UNAVAILABLE", "UNAVAILABLE"]
 

@@ -9,6 +9,7 @@ from reprlib import Repr
 from typing import ClassVar
 
 MAX_MESSAGE_CHARACTERS = 2000  # what an error says of a file or a peer is as long as they like
+NOTHING_BEGUN = "pageferry-nothing-begun"  # a header of answers after which proxies may send the request elsewhere
 
 
 class _Short(Repr):
@@ -36,7 +37,11 @@ class FieldViolation:
 
 
 class PageferryError(Exception):
-    """Base of all; `reason` is the stable UPPER_SNAKE name that ErrorInfo carries."""
+    """Base of all; `reason` is the stable UPPER_SNAKE name that ErrorInfo carries.
+
+    `nothing_begun`: the request was turned away before anything was done for it, so that whoever stands between may
+    send it elsewhere without asking the caller, and no generation starts twice.
+    """
 
     code: ClassVar[str] = "INTERNAL"
     http_status: ClassVar[int] = 500
@@ -49,6 +54,7 @@ class PageferryError(Exception):
         reason: str = "",
         retry_after_ms: int | None = None,
         violations: tuple[FieldViolation, ...] = (),
+        nothing_begun: bool = False,
     ) -> None:
         if len(message) > MAX_MESSAGE_CHARACTERS:
             message = message[: MAX_MESSAGE_CHARACTERS - 1] + "…"
@@ -58,6 +64,7 @@ class PageferryError(Exception):
         self.reason = reason or self.code
         self.retry_after_ms = retry_after_ms
         self.violations = violations
+        self.nothing_begun = nothing_begun
 
 
 class InvalidArgumentError(PageferryError):

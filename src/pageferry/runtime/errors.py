@@ -47,7 +47,8 @@ def to_status(error: errors.PageferryError) -> Status:
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: errors.PageferryError) -> Never:
     """End the call with the error's status and details; always raises."""
     status = rpc_status.to_status(to_status(error))
-    await context.abort(status.code, status.details, tuple(status.trailing_metadata))
+    marks = ((errors.NOTHING_BEGUN, "1"),) if error.nothing_begun else ()
+    await context.abort(status.code, status.details, (*status.trailing_metadata, *marks))
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, peer: str = "the peer") -> errors.PageferryError:

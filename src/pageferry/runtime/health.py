@@ -45,4 +45,4 @@ async def _changes(engine: Watched, watchdog: Watchdog) -> AsyncIterator[bool]:
 
 
 def _stalled() -> UnavailableError:
-    return UnavailableError("the worker's engine makes no progress", reason="ENGINE_STALLED")
+    return UnavailableError("the worker's engine makes no progress", reason="ENGINE_STALLED", nothing_begun=True)

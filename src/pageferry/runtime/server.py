@@ -181,7 +181,7 @@ def _bounds() -> tuple[tuple[str, int], ...]:
 
 
 def _draining() -> UnavailableError:
-    return UnavailableError("the server is draining", reason="DRAINING")
+    return UnavailableError("the server is draining", reason="DRAINING", nothing_begun=True)
 
 
 def _why_not(host: str, port: int) -> str:

@@ -14,6 +14,7 @@ from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter
 
 from pageferry.core.errors import (
+    NOTHING_BEGUN,
     AlreadyExistsError,
     DeadlineExceededError,
     FailedPreconditionError,
@@ -158,6 +159,16 @@ async def test_an_error_before_the_first_output_is_the_status(
     assert (body["message"], body["code"]) == (str(error), code)
     assert body["param"] == ("temperature" if code == "invalid_field" else None)
     assert response.headers.get("retry-after") == {429: "2", 503: "1"}.get(status)
+    assert NOTHING_BEGUN not in response.headers
+
+
+@pytest.mark.parametrize(("prompt", "is_told"), [("a", True), (["a", "b"], False)])
+async def test_what_is_refused_before_it_begins_is_told_as_that(prompt: str | list[str], is_told: bool) -> None:
+    """Not of one of several prompts, since others may have begun."""
+    refusal = UnavailableError("the router is draining", reason="DRAINING", nothing_begun=True)
+    async with client_of(FakeFrontend((refusal,))) as client:
+        response = await client.post("/v1/completions", json={"prompt": prompt})
+    assert (response.status_code, NOTHING_BEGUN in response.headers) == (503, is_told)
 
 
 @pytest.mark.parametrize(
