@@ -22,7 +22,7 @@ SOAK ?=
 CONNECTIONS ?= 10000
 MINUTES ?= 60
 
-.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check bench
+.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check descriptors bench
 .PHONY: faults soak flood fuzz format clean
 .DEFAULT_GOAL := help
 
@@ -32,6 +32,7 @@ help:
 	@echo "make test-gpu  test, time and serve on a GPU        make kernels-report  registers and spills of each kernel"
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
+	@echo "make descriptors  the contract as Envoy's JSON transcoder reads it"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load and faults, checked"
 	@echo "make faults    the fault matrix, and a table of faults met in the field"
 	@echo "make flood     garbage at every port                make fuzz      wrong input for every parser, MINUTES=60"
@@ -113,6 +114,13 @@ proto-check: setup
 		$(BIN)/buf breaking proto --config buf.yaml --against build/proto/earlier/proto; \
 		echo "proto-check: the contract still reads what $$base writes"; \
 	fi
+
+# What Envoy needs to turn JSON into calls, and others to call without the .proto files.
+descriptors: setup
+	@mkdir -p build
+	$(BIN)/python -m grpc_tools.protoc -Iproto --include_imports --descriptor_set_out=build/pageferry.binpb \
+		proto/pageferry/v1/inference.proto
+	@echo "descriptors: build/pageferry.binpb"
 
 bench: setup
 	$(BIN)/python bench/overhead.py
