@@ -24,7 +24,7 @@ import grpc
 import psutil
 from answer import Answer
 from cluster import environment
-from loopback import free_port
+from links import hold_port
 from paced_workers import token_at
 
 from pageferry.core.model_files import resolve_model
@@ -32,6 +32,7 @@ from pageferry.text.tokenizer import load_tokenizer
 from pageferry.v1 import inference_pb2 as pb
 
 MODEL = "smollm2"
+READY_S = 120
 GENERATE = "/pageferry.v1.InferenceService/Generate"
 
 
@@ -102,8 +103,9 @@ class Cluster:
 @contextlib.contextmanager
 def running(load: Load) -> Iterator[Cluster]:
     """A router over paced workers, each a process; killed afterwards."""
-    port, http_port, *ports = (free_port() for _ in range(3 + load.prefill))
     roles = ["decode", *(["prefill"] if load.prefill else [])]
+    holders = [hold_port() for _ in range(2 + len(roles))]
+    port, http_port, *ports = (holder.getsockname()[1] for holder in holders)
     settings = {
         "engine.model": MODEL,
         "scheduler.max_num_seqs": str(load.streams),
@@ -112,6 +114,8 @@ def running(load: Load) -> Iterator[Cluster]:
         "telemetry.log_level": "error",
     }
     with contextlib.ExitStack() as stack:
+        for holder in holders:
+            stack.enter_context(holder)
 
         def start(*command: str, **own: str) -> psutil.Process:
             variables = environment(settings | {key.replace("__", "."): value for key, value in own.items()})
@@ -193,7 +197,7 @@ async def connected(cluster: Cluster) -> AsyncIterator[grpc.aio.Channel]:
     async with grpc.aio.insecure_channel(cluster.grpc_address, options=options) as channel:
         stub = channel.unary_unary("/pageferry.v1.InferenceService/ListModels")
         while True:
-            models = pb.ListModelsResponse.FromString(await stub(b"", wait_for_ready=True, timeout=60))
+            models = pb.ListModelsResponse.FromString(await stub(b"", wait_for_ready=True, timeout=READY_S))
             if all(model.ready for model in models.models):
                 break
             await asyncio.sleep(0.1)

@@ -16,9 +16,10 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from pageferry.runtime.logs import log
 
 EXPORT_DELAY_S = 0.2
-EXPORT_TIMEOUT_S = 10.0  # of one call, with the few tries that the SDK's exporter makes of it
-KEEP_S = 60.0  # so long a batch is sent again: a collector, or the router in its place, may take that to start again
+EXPORT_TIMEOUT_S = 10.0  # of one call
+_LATE_S = 9.5  # what takes longer was ended by that timeout
 RETRY_S = 1.0
+REFUSED_S = 60.0  # so long one span may hold up the others, since it may be the one that a collector can't take
 MAX_QUEUED_SPANS = 4096
 MAX_BATCH_SPANS = 256  # encoding holds up Python's other threads
 SHUTDOWN_S = 1.5  # for what is left
@@ -34,8 +35,9 @@ class Sender(Protocol):
 class SpanQueue(SpanProcessor):
     """The end of a span appends it and waits for nothing, whatever the collector does; with the queue full, it is lost.
 
-    A batch that was not taken is sent again, but not where no answer came in time: then the collector may have it. Each
-    span that is lost counts once. The sending thread logs an outage when it begins to show, and when it is over.
+    Spans that were not taken wait for their collector, while one of them is sent again and again; but those that had no
+    answer in time are lost, since the collector may have them. Each that is lost counts once. The sending thread logs
+    an outage when it begins to show, and when it is over.
     """
 
     def __init__(self, sender: Sender, endpoint: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,6 +51,7 @@ class SpanQueue(SpanProcessor):
         self._counting = threading.Lock()
         self._stopping = threading.Event()
         self._over = threading.Event()
+        self._refused_since: float | None = None  # as long as nothing is taken
         self._in_outage = False
         self._num_lost_before = 0  # the call that was made last
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
@@ -92,36 +95,45 @@ class SpanQueue(SpanProcessor):
             self.on_lost(num_spans)
 
     def _run(self) -> None:
-        while not self._stopping.wait(EXPORT_DELAY_S):
+        while not self._stopping.wait(EXPORT_DELAY_S if self._refused_since is None else RETRY_S):
             self._send_all()
         self._send_all()
 
     def _send_all(self) -> None:
-        while self._queue and not self._over.is_set():
-            self._batch = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_BATCH_SPANS))]
-            is_sent = self._send(self._batch)
-            if self._over.is_set():
-                return  # `shutdown` has counted it
-            num_spans, self._batch = len(self._batch), []
-            if not is_sent:
-                self._lose(num_spans)
-
-    def _send(self, batch: Sequence[ReadableSpan]) -> bool:
-        began = self._clock()
-        while True:
+        is_taken = True
+        while is_taken and self._queue and not self._over.is_set():
+            # In an outage one is enough to see whether it is over.
+            limit = MAX_BATCH_SPANS if self._refused_since is None else 1
+            self._batch = [self._queue.popleft() for _ in range(min(len(self._queue), limit))]
             called = self._clock()
-            is_sent = self._export(batch)
-            self._note(is_sent)
-            now = self._clock()
-            may_have_it = now - called >= EXPORT_TIMEOUT_S
-            if is_sent or may_have_it or now - began >= KEEP_S or self._stopping.wait(RETRY_S):
-                return is_sent
+            is_taken = self._export(self._batch)
+            if not self._over.is_set():  # else `shutdown` has counted them
+                batch, self._batch = self._batch, []
+                self._sent(batch, called, is_taken=is_taken)
+                self._note(is_taken)
+
+    def _sent(self, batch: Sequence[ReadableSpan], called: float, *, is_taken: bool) -> None:
+        """The call, made at that time, is over: forget the batch, put it back, or lose it."""
+        if is_taken:
+            self._refused_since = None
+            return
+        now = self._clock()
+        if self._refused_since is None:
+            self._refused_since = called
+        if now - called >= _LATE_S:
+            self._lose(len(batch))
+        elif now - self._refused_since >= REFUSED_S:
+            self._refused_since = now
+            self._lose(len(batch))
+        else:
+            self._queue.extendleft(reversed(batch))
 
     def _export(self, batch: Sequence[ReadableSpan]) -> bool:
         try:
             return self._sender.export(batch) is SpanExportResult.SUCCESS
         except Exception as error:  # of certificates that can't be read, or of spans that can't be encoded
-            log("span_export_failed", level="error", error=error)
+            if not self._in_outage:
+                log("span_export_failed", level="error", error=error)
             return False
 
     def _note(self, is_sent: bool) -> None:
@@ -129,7 +141,7 @@ class SpanQueue(SpanProcessor):
         num_lost = self.num_lost
         in_outage = not is_sent or num_lost > self._num_lost_before
         self._num_lost_before = num_lost
-        if in_outage != self._in_outage and not self._over.is_set():
+        if in_outage != self._in_outage:
             self._in_outage = in_outage
             event, level = ("span_export_failing", "warning") if in_outage else ("span_export_working", "info")
             log(event, level=level, endpoint=self.endpoint, waiting=len(self), lost=num_lost)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from grpc import StatusCode
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -29,6 +30,7 @@ _SAMPLERS: Mapping[str, Callable[[float], Sampler]] = {
     "parentbased_always_off": lambda ratio: ParentBased(ALWAYS_OFF),
     "parentbased_traceidratio": lambda ratio: ParentBased(TraceIdRatioBased(ratio)),
 }
+_NEVER = (StatusCode.OK,)  # of errors; none at all would be the exporter's default
 _NOISY_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # has a line for each call that fails
 
 
@@ -133,6 +135,7 @@ def _exporter(endpoint: str, certificates: Certificates | None) -> _Exporter:
             credentials=channel_credentials(loaded) if loaded is not None else None,
             channel_options=(channel_options(certificates.files) or None) if certificates is not None else None,
             timeout=EXPORT_TIMEOUT_S,
+            retryable_error_codes=_NEVER,  # the queue tries again
         )
 
     return _Exporter(connect, certificates)
