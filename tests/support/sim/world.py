@@ -47,6 +47,7 @@ class Request:
     outcome: str = ""  # OK, a status, or CANCELLED
     reason: str = ""
     began: float = 0.0
+    first: float = 0.0  # when its first token had come
     ended: float = 0.0
     task: "asyncio.Task[None] | None" = None
     process: Process | None = None
@@ -192,6 +193,8 @@ class World:
         try:
             async for response in call:
                 request.answer.take(response)
+                if request.answer.token_ids and not request.first:
+                    request.first = self.loop.time()
                 if request.read_s:
                     await asyncio.sleep(request.read_s)
             request.outcome = OK
