@@ -17,6 +17,7 @@ from pageferry.oip.open_inference_pb2_grpc import add_GRPCInferenceServiceServic
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend
 from pageferry.router.gateway.http import build_app
+from pageferry.router.gateway.page import Page
 from pageferry.router.gateway.serving import serve_http
 from pageferry.router.gateway.tls import HttpTls
 from pageferry.router.metrics import RouterMetrics
@@ -101,9 +102,15 @@ async def _serve(config: Config, stop: asyncio.Event, telemetry: Telemetry, cert
             max_body_bytes=_MIN_MESSAGE_BYTES,
             refuse_unknown=config.server.unknown_fields == "refuse",
             cors_origins=config.server.cors_origins,
+            page=_page(config, frontend, telemetry, files.name) if config.server.page else None,
         )
         tls = HttpTls.of(config.security, certificates)
         await _run(config, stop, server, frontend, fleet, partial(serve_http, app, tls=tls))
+
+
+def _page(config: Config, frontend: Frontend, telemetry: Telemetry, model: str) -> Page:
+    trace_url = config.telemetry.trace_url
+    return Page(frontend, telemetry.record, model, keeps_traces=telemetry.traces is not None, trace_url=trace_url)
 
 
 def _add_services(
@@ -147,9 +154,11 @@ async def _run(
             readiness = parts.create_task(_follow_readiness(server, frontend, fleet))
             if config.server.http_port:
                 parts.create_task(http(config.server.host, config.server.http_port, http_stop))
+            recording = parts.create_task(frontend.keep_record())
             fleet.start()
             await stop.wait()
             readiness.cancel()
+            recording.cancel()
             await _drain(server, frontend, config.server.drain_grace_s)
             http_stop.set()
     except ExceptionGroup as group:

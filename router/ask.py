@@ -35,6 +35,16 @@ class Grant:
         for worker in self._counted:
             worker.num_granted += 1
 
+    @property
+    def prefill_address(self) -> str:
+        """Empty without such a worker."""
+        return self.prefill.address if self.prefill is not None else ""
+
+    @property
+    def decode_address(self) -> str:
+        """Empty without such a worker."""
+        return self.decode.address if self.decode is not None else ""
+
     def release(self) -> None:
         """The work is over, or was never begun; idempotent."""
         while self._counted:

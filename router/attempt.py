@@ -37,8 +37,12 @@ class Attempt:
         timeout_s: float | None,
         max_unread_tokens: int,
         in_context: Callable[[], AbstractContextManager[object]],
+        transferred: Callable[[str, str, int, int], None],
     ) -> None:
-        """Calls are made inside `in_context()`, so that their spans have the right parent."""
+        """Calls are made inside `in_context()`, so that their spans have the right parent.
+
+        `transferred` is told of a complete hand-off: from whom, to whom, how many pages and bytes.
+        """
         self.finish: types.FinishReason = types.FINISH_REASON_UNSPECIFIED
         self.hypotheses: Sequence[types.Hypothesis] = ()  # of a beam search, which gives no tokens before
         self.prompt_logprobs: types.PromptLogprobs | None = None  # with the first token, where asked for
@@ -52,6 +56,7 @@ class Attempt:
         self._timeout_s = timeout_s
         self._max_unread_tokens = max_unread_tokens
         self._in_context = in_context
+        self._transferred = transferred
         self._calls: MergedCalls[Role] = MergedCalls()
         self._awaited: set[Role] = set()  # calls that should still end by themselves, once `finish` is set
         self._clock = clock
@@ -95,7 +100,7 @@ class Attempt:
     @property
     def decode_address(self) -> str:
         """Of the decode worker; empty without one."""
-        return self._workers[Role.DECODE].address if Role.DECODE in self._workers else ""
+        return self._grant.decode_address
 
     def end(self, error: PageferryError) -> None:
         """Make `tokens` raise the error instead of the next message."""
@@ -153,7 +158,9 @@ class Attempt:
                 return self._on_first_token(item.message.first_token)
             case "shipped":
                 self._progress.is_shipped = True
-                self._times.shipped(item.message.shipped)
+                shipped = item.message.shipped
+                self._times.shipped(shipped)
+                self._transferred(self._prefill.address, self._decode.address, shipped.pages, shipped.bytes)
         return ()
 
     def _on_feed(self, events: decode_pb2.CallEvents) -> Tokens:

@@ -17,7 +17,7 @@ from pageferry.core.errors import (
     UnauthenticatedError,
 )
 from pageferry.core.model_config import ModelConfig
-from pageferry.router.admission import Admission, Admitted
+from pageferry.router.admission import MAX_REQUEST_ID_CHARACTERS, Admission, Admitted
 from pageferry.router.choices import Choices
 from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import why_left
@@ -82,6 +82,7 @@ class Frontend:
             self._dispatcher,
             telemetry.metrics,
             telemetry.tracer,
+            telemetry.record,
             clock,
             Retries(router.prefill_retries, router.resumes),
             router.max_unread_tokens,
@@ -123,7 +124,7 @@ class Frontend:
         as they came. The caller closes the generator (`contextlib.aclosing`): that ends everything that was begun.
         """
         caller = self.check_caller(authorization)
-        timeline = Timeline(self.clock())
+        timeline = Timeline(self.clock(), request_id=request.request_id[:MAX_REQUEST_ID_CHARACTERS])
         attributes = attributes_at_start(request, self._model.name) | caller.attributes
         span = self._telemetry.tracer.start_span(
             REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes, start_time=timeline.arrival_ns
@@ -143,7 +144,7 @@ class Frontend:
             raise
         finally:
             outcome = outcome or InternalError("the request failed", reason="FAILED")
-            self._telemetry.end(span, timeline, outcome, self.clock())
+            self._telemetry.end(span, timeline, self._model.name, outcome, self.clock())
 
     async def _generate(
         self, request: pb.GenerateRequest, caller: Caller, deadline: float | None, timeline: Timeline, span: Span
@@ -163,7 +164,8 @@ class Frontend:
                             yield event
                 finally:
                     account.spend(answers.usage.completion_tokens - num_spent)  # of answers that were not sent
-                    self._telemetry.count_usage(span, answers.usage)
+                    timeline.usage = answers.usage
+                    self._telemetry.count_usage(span, timeline.usage)
 
     async def _admit(self, request: pb.GenerateRequest, caller: Caller, timeline: Timeline, span: Span) -> Admitted:
         """All that may refuse a request, what costs least first."""
@@ -171,7 +173,7 @@ class Frontend:
             self._dispatcher.check_room()
             admitted = await self._admission.admit(request, caller.tenant, caller.salt)
         timeline.parts.tokenize_ms = admitted.tokenize_s * 1000
-        timeline.profile = admitted.profile
+        timeline.profile, timeline.request_id = admitted.profile, admitted.request_id
         describe_request(span, admitted)
         if admitted.work_id in self._live:
             raise AlreadyExistsError(f"request_id {admitted.request_id!r} is live", reason="REQUEST_ID_LIVE")
@@ -214,12 +216,22 @@ class Frontend:
 
     def get_status(self, authorization: Sequence[str] = ()) -> pb.GetStatusResponse:
         self.check_admin(authorization, "the status")
+        queued, running = self._load()
         return pb.GetStatusResponse(
             workers=self._fleet.status(),
-            queued=self._dispatcher.num_queued,
-            running=self._live.num_answers - self._dispatcher.num_queued,
+            queued=queued,
+            running=running,
             profiles=self._dispatcher.profile_status(),
         )
+
+    async def keep_record(self) -> None:
+        """Note the router's figures every few seconds, for ever."""
+        await self._telemetry.record.keep(self._load)
+
+    def _load(self) -> tuple[int, int]:
+        """Answers to requests that wait, and those that run."""
+        queued = self._dispatcher.num_queued
+        return queued, self._live.num_answers - queued
 
     def get_trace(self, request: pb.GetTraceRequest, authorization: Sequence[str] = ()) -> pb.GetTraceResponse:
         self.check_admin(authorization, "traces")

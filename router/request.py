@@ -18,6 +18,7 @@ from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
 from pageferry.router.metrics import RouterMetrics
+from pageferry.router.record import Record
 from pageferry.router.recovery import Recovery, Retries
 from pageferry.router.request_span import Timeline
 from pageferry.router.telemetry import PastSpans
@@ -38,6 +39,7 @@ class Serving:
     dispatcher: Dispatcher
     metrics: RouterMetrics
     tracer: Tracer
+    record: Record
     clock: Callable[[], float]
     retries: Retries
     max_unread_tokens: int
@@ -218,6 +220,7 @@ class Generation:
 
     def _attempt(self, grant: Grant, deadline: float | None) -> Attempt:
         self._num_tries += 1
+        self.timeline.tries.append((grant.prefill_address, grant.decode_address))
         timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
         return Attempt(
             grant,
@@ -225,6 +228,7 @@ class Generation:
             self.timeline,
             clock=self._clock,
             timeout_s=timeout_s,
+            transferred=self._serving.record.transferred,
             max_unread_tokens=max(1, self._serving.max_unread_tokens // self._admitted.num_choices),
             in_context=self._in_context,
         )
@@ -246,7 +250,10 @@ class Generation:
 
     def _note_tokens(self, num_tokens: int) -> None:
         gap_s = self.timeline.note_tokens(self._clock(), num_tokens)
+        self._serving.record.num_tokens += num_tokens
         if gap_s is not None:
             self._serving.metrics.itl_s.observe(gap_s)
+            self._serving.record.gaps.append(gap_s)
         elif self.choice == 0:
             self._serving.metrics.ttft_s.observe(self.timeline.ttft_s, exemplar_of(self._span))
+            self._serving.record.ttfts.append(self.timeline.ttft_s)

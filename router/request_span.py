@@ -116,6 +116,9 @@ class Timeline:
     cached_tokens: int = 0  # prompt tokens that were not computed
     pages: HandoffStats = field(default_factory=HandoffStats)
     profile: Chosen | None = None  # once it is known
+    request_id: str = ""
+    usage: Usage = field(default_factory=Usage)  # of all answers, once they are over
+    tries: list[tuple[str, str]] = field(default_factory=list)  # addresses: prefill and decode worker, or empty
 
     def note_tokens(self, now: float, num_tokens: int) -> float | None:
         """Tokens have come; returns the gap to the ones before, None for the first."""

@@ -1,14 +1,15 @@
 """What the router observes of a request as a whole, on its span and in its metrics, and spans of its parts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, Tracer
+from opentelemetry.trace import Span, Tracer, format_trace_id
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import PageferryError
 from pageferry.router.metrics import RouterMetrics
+from pageferry.router.record import Record
 from pageferry.router.request_span import Timeline, describe_usage, set_outcome
 from pageferry.runtime.metrics import exemplar_of
 from pageferry.runtime.telemetry import record_span
@@ -23,6 +24,7 @@ class Telemetry:
     tracer: Tracer
     metrics: RouterMetrics
     traces: TraceStore | None = None
+    record: Record = field(default_factory=Record)
 
     def count_usage(self, span: Span, usage: Usage) -> None:
         describe_usage(span, usage)
@@ -30,13 +32,19 @@ class Telemetry:
             prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
         )
 
-    def end(self, span: Span, timeline: Timeline, outcome: FinishReason | PageferryError, now: float) -> None:
+    def end(
+        self, span: Span, timeline: Timeline, model: str, outcome: FinishReason | PageferryError, now: float
+    ) -> None:
         """The request is over: of those that fail, no duration is counted."""
         timeline.describe(span, now)
         for objective, met in timeline.objectives().items():
             self.metrics.count_objective(timeline.profile_name, objective, met=met)
-        self.metrics.count_request(set_outcome(span, outcome))
+        name = set_outcome(span, outcome)
+        self.metrics.count_request(name)
         span.end(timeline.wall_ns(now))
+        reason = outcome.reason if isinstance(outcome, PageferryError) else ""
+        trace_id = format_trace_id(span.get_span_context().trace_id)
+        self.record.ended(timeline, model, trace_id, name, reason, now)
         if not isinstance(outcome, PageferryError):
             self._observe(timeline, exemplar_of(span), now)
         elif timeline.first_token is None:

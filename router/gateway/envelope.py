@@ -1,4 +1,4 @@
-"""What headers say of a request and of its answer: ids, deadlines, profiles, ignored fields."""
+"""What headers say of a request and of its answer: ids, credentials, deadlines, profiles, ignored fields."""
 
 import secrets
 from collections.abc import Sequence
@@ -53,6 +53,11 @@ class RequestIds:
 
 def _is_request_id(text: str) -> bool:
     return len(text) <= _MAX_REQUEST_ID and text.isascii() and text.isprintable()
+
+
+def authorization_of(request: Request) -> list[str]:
+    """The caller's credentials, as they came."""
+    return request.headers.getlist("authorization")
 
 
 def deadline_of(request: Request, now: float) -> float | None:

@@ -26,11 +26,19 @@ from pageferry.router.admission import MAX_MODEL_CHARACTERS
 from pageferry.router.gateway.chat_request import parse_chat
 from pageferry.router.gateway.choices_reply import ChatReply, CompletionReply
 from pageferry.router.gateway.completion_request import parse_completion
-from pageferry.router.gateway.envelope import HEADERS_OUT, RequestIds, deadline_of, ignored_header, read_profile
+from pageferry.router.gateway.envelope import (
+    HEADERS_OUT,
+    RequestIds,
+    authorization_of,
+    deadline_of,
+    ignored_header,
+    read_profile,
+)
 from pageferry.router.gateway.errors import error_body, error_status
 from pageferry.router.gateway.fields import Reading
 from pageferry.router.gateway.generation import Caller, GenerationResponse, Generator, dump
 from pageferry.router.gateway.logprobs import TokenBytes
+from pageferry.router.gateway.page import Page
 from pageferry.router.gateway.parsed import Parsed
 from pageferry.router.gateway.reply import Reply
 from pageferry.router.gateway.responses_reply import ResponsesReply
@@ -52,6 +60,7 @@ def build_app(
     max_body_bytes: int = 4 * 2**20,
     refuse_unknown: bool = True,
     cors_origins: tuple[str, ...] = (),
+    page: Page | None = None,
 ) -> ASGIApp:
     """The gateway; `max_body_bytes` bounds a body before it is parsed, `cors_origins` are whose pages may call."""
     gateway = _Gateway(frontend, registry, max_body_bytes, int(time.time()), refuse_unknown)
@@ -61,7 +70,8 @@ def build_app(
         ClientDisconnect: _on_disconnect,
         500: _on_bug,
     }
-    app = Starlette(routes=gateway.routes(), exception_handlers=handlers)
+    routes = [*gateway.routes(), *(page.routes() if page is not None else ())]
+    app = Starlette(routes=routes, exception_handlers=handlers)
     if cors_origins:
         methods, exposed = ["GET", "POST"], list(HEADERS_OUT)
         app.add_middleware(
@@ -105,12 +115,12 @@ class _Gateway:
         return await self._generation(request, parse_responses, ResponsesReply)
 
     async def models(self, request: Request) -> Response:
-        entries = self.frontend.list_models(_authorization(request)).models
+        entries = self.frontend.list_models(authorization_of(request)).models
         return _json({"object": "list", "data": [self._model(entry) for entry in entries]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for entry in self.frontend.list_models(_authorization(request)).models:
+        for entry in self.frontend.list_models(authorization_of(request)).models:
             if entry.name == name:
                 return _json(self._model(entry))
         raise NotFoundError(f"model {name[:MAX_MODEL_CHARACTERS]!r} is not served", reason="MODEL_NOT_FOUND")
@@ -119,7 +129,7 @@ class _Gateway:
         return _json({"status": "ready"}) if self.frontend.ready else _json({"status": "not ready"}, 503)
 
     async def metrics(self, request: Request) -> Response:
-        self.frontend.check_admin(_authorization(request), "metrics")
+        self.frontend.check_admin(authorization_of(request), "metrics")
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self.registry), media_type=content_type)
 
@@ -128,7 +138,7 @@ class _Gateway:
 
     async def _generation(self, request: Request, parse: _Parser, reply: _Replier) -> Response:
         _check_media_type(request)
-        self.frontend.check_caller(_authorization(request))  # before the body of a stranger is read
+        self.frontend.check_caller(authorization_of(request))  # before the body of a stranger is read
         request_id = RequestIds.of(request)
         deadline = deadline_of(request, self.frontend.clock())
         reading = Reading(self.refuse_unknown)
@@ -136,7 +146,7 @@ class _Gateway:
         parsed.request.request_id = request_id
         read_profile(request, parsed.request)
         parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
-        caller = Caller(_authorization(request), parent, deadline, reading.names)
+        caller = Caller(authorization_of(request), parent, deadline, reading.names)
         builder = reply(parsed, request_id, int(time.time()), self.frontend.token_bytes)
         return GenerationResponse(self.frontend, parsed, builder, caller, ignored_header(reading.ignored))
 
@@ -148,11 +158,6 @@ class _Gateway:
             "owned_by": "pageferry",
             "max_model_len": entry.max_model_tokens,
         }
-
-
-def _authorization(request: Request) -> list[str]:
-    """The caller's credentials, as they came."""
-    return request.headers.getlist("authorization")
 
 
 def _check_media_type(request: Request) -> None:

@@ -32,6 +32,7 @@ from pageferry.core.security import SecurityConfig
 from pageferry.core.tenants import key_digest
 from pageferry.oip import open_inference_pb2 as oip
 from pageferry.oip.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from pageferry.router import record
 from pageferry.router.__main__ import main
 from pageferry.router.oip import OIP_SERVICE
 from pageferry.runtime import access
@@ -112,6 +113,30 @@ async def test_grpc_and_http_serve_the_same(workers: Rig) -> None:
         assert (await http.get(f"{url}/health")).status_code == 200
         metrics = (await http.get(f"{url}/metrics")).text
         assert 'pageferry_requests_total{outcome="length"} 2.0' in metrics
+        told = (await http.get(f"{url}/pageferry/v1/requests")).json()["requests"]
+        assert (await http.get(url)).status_code == 200 and told[1]["request_id"] == "r-1"
+        trace = (await http.get(f"{url}/pageferry/v1/traces/{told[0]['trace_id']}")).json()
+        assert trace["spans"][0]["name"] == "pageferry.request"
+        status = (await http.get(f"{url}/pageferry/v1/status")).json()
+        assert (status["model"], status["keeps_traces"], status["num_requests"]) == (MODEL, True, 2)
+
+
+async def test_the_page_can_be_turned_off(workers: Rig) -> None:
+    config = config_for(workers, http_port=free_port(), page=False)
+    async with running(config, asyncio.Event()), httpx.AsyncClient() as http:
+        url = f"http://127.0.0.1:{config.server.http_port}"
+        assert (await http.get(f"{url}/health")).status_code == 200
+        for path in ("", "/pageferry/v1/status"):
+            assert (await http.get(url + path)).status_code == 404
+
+
+async def test_points_are_noted_while_the_router_runs(workers: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "INTERVAL_S", 0.01)
+    config = config_for(workers, http_port=free_port())
+    async with running(config, asyncio.Event()), httpx.AsyncClient() as http, asyncio.timeout(10):
+        url = f"http://127.0.0.1:{config.server.http_port}/pageferry/v1/status"
+        while not (await http.get(url)).json()["history"]["points"]:
+            pass
 
 
 async def test_clients_of_other_protocols_find_theirs(workers: Rig) -> None:

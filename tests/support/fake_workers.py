@@ -365,12 +365,13 @@ class Rig:
             resolve=self._resolve,
         )
         self.metrics = RouterMetrics()
+        self.telemetry = Telemetry(tracer, self.metrics)
         self.frontend = Frontend(
             replace(self.config, router=router),
             replace(load_config_of(files), name=MODEL),
             self.tokenizer,
             self.fleet,
-            Telemetry(tracer, self.metrics),
+            self.telemetry,
             clock=self.clock,
         )
         self.stack.push_async_callback(self.fleet.close)
