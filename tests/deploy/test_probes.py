@@ -5,10 +5,12 @@ addresses and names.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from links import hold_port
 from manifests import Manifest, Workload, services
+from scaling import queries
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -144,21 +147,29 @@ def test_a_service_that_stands_still_is_found_out(pods: dict[str, Pod]) -> None:
     worker = pods["decode"]
     worker.signal(signal.SIGSTOP)
     try:
-        assert worker.probes() == {"startupProbe": False, "readinessProbe": False, "livenessProbe": False}
+        assert not worker.passes(dict(worker.workload.probes)["livenessProbe"])
     finally:
         worker.signal(signal.SIGCONT)
     worker.wait_for("livenessProbe")
 
 
-def test_metrics_are_where_the_annotations_say(pods: dict[str, Pod]) -> None:
-    import urllib.request
-
+def test_metrics_are_where_the_annotations_say_and_have_what_scales(pods: dict[str, Pod]) -> None:
+    said = ""
     for workload in services("cpu+adapter"):
         annotations = workload.manifest["spec"]["template"]["metadata"]["annotations"]
         port = pods[workload.role].ports[int(annotations["prometheus.io/port"])]
         url = f"http://127.0.0.1:{port}{annotations['prometheus.io/path']}"
         with urllib.request.urlopen(url, timeout=10) as answer:
-            assert b"pageferry_requests_total" in answer.read()
+            text = answer.read().decode()
+        assert "pageferry_requests_total" in text
+        said += text
+    for name, query in queries().items():
+        for metric in set(re.findall(r"pageferry_\w+", query)):
+            assert f"\n{metric}" in said, f"{name}: nobody has {metric}"
+        for states in re.findall(r'state=~"([^"]+)"', query):
+            for state in states.split("|"):
+                assert re.search(rf'\npageferry_pages{{[^}}]*state="{state}"', said), f"{name}: no pages are {state}"
+    assert re.search(r'\npageferry_pages{[^}]*pool="', said)
 
 
 def test_a_router_serves_while_its_hook_runs_and_ends_in_its_time(pods: dict[str, Pod]) -> None:

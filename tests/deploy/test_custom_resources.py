@@ -1,0 +1,96 @@
+"""Objects of KEDA, the Prometheus operator and cert-manager, and the adapter's values, as far as can be told here.
+
+Their schemas are not at hand, so fields are checked that must be there, against names that must agree.
+"""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import programs
+import pytest
+import yaml
+from manifests import Manifest, matches, named, of_kind, render, services
+from scaling import ALL, adapter_rules, queries
+
+from pageferry.core.security import is_allowed
+
+pytestmark = pytest.mark.slow
+
+
+def test_queries_parse(tmp_path: Path) -> None:
+    rules = [{"record": f"q:{index}", "expr": query} for index, query in enumerate(queries().values())]
+    assert len(rules) == 8
+    path = tmp_path / "rules.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "scaling", "rules": rules}]}), encoding="utf-8")
+    done = subprocess.run(
+        [programs.find("promtool"), "check", "rules", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_metric_that_scales_by_kubernetes_is_one_that_the_adapter_makes() -> None:
+    made = {rule.get("name", {}).get("as", re.split(r"\W", rule["seriesQuery"])[0]) for rule in adapter_rules()}
+    asked = set()
+    for item in of_kind(render("cpu+adapter"), "HorizontalPodAutoscaler"):
+        for metric in item["spec"]["metrics"]:
+            asked.add(metric[metric["type"].lower()]["metric"]["name"])
+    assert asked == made
+
+
+def test_scaled_objects_have_what_keda_needs() -> None:
+    for item in of_kind(render(ALL), "ScaledObject"):
+        spec = item["spec"]
+        assert item["apiVersion"] == "keda.sh/v1alpha1"
+        assert named(render(ALL), "Deployment", spec["scaleTargetRef"]["name"])
+        assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
+        for trigger in spec["triggers"]:
+            assert trigger["type"] == "prometheus"
+            assert set(trigger["metadata"]) == {"serverAddress", "query", "threshold"}
+            assert float(trigger["metadata"]["threshold"]) > 0
+            assert isinstance(trigger["metadata"]["threshold"], str)
+
+
+def test_the_monitor_finds_each_service_and_its_port() -> None:
+    (monitor,) = of_kind(render(ALL), "PodMonitor")
+    assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    for workload in services(ALL):
+        assert matches(monitor["spec"]["selector"], workload.labels)
+        assert endpoint["port"] in workload.ports
+
+
+def certificates() -> dict[str, Manifest]:
+    """By the secret that each is kept in."""
+    found = {item["spec"]["secretName"]: item["spec"] for item in of_kind(render(ALL), "Certificate")}
+    issuers = {item["metadata"]["name"]: item["spec"] for item in of_kind(render(ALL), "Issuer")}
+    for spec in found.values():
+        assert spec["issuerRef"]["name"] in issuers
+    assert issuers["pageferry"]["ca"]["secretName"] in found, "nobody makes the authority"
+    return found
+
+
+def test_services_have_certificates_that_each_other_believes(tmp_path: Path) -> None:
+    for workload in services(ALL):
+        security = workload.config(tmp_path).security
+        _, volume = workload.mount_of(security.cert_file)
+        certificate = certificates()[volume["secret"]["secretName"]]
+        assert security.server_name in certificate["dnsNames"], workload.name
+        assert is_allowed(certificate["uris"], security.allowed_peers), workload.name
+        assert {"server auth", "client auth"} <= set(certificate["usages"]), workload.name
+        names = {Path(path).name for path in (security.cert_file, security.key_file, security.ca_file)}
+        assert names == {"tls.crt", "tls.key", "ca.crt"}, "as cert-manager names them"
+
+
+def test_prometheus_has_a_certificate_of_its_own() -> None:
+    (monitor,) = of_kind(render(ALL), "PodMonitor")
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    shown: Any = endpoint["tlsConfig"]
+    assert endpoint["scheme"] == "https"
+    assert shown["keySecret"]["name"] == shown["cert"]["secret"]["name"] == shown["ca"]["secret"]["name"]
+    assert shown["keySecret"]["name"] in certificates()
