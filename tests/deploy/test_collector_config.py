@@ -62,7 +62,7 @@ def test_it_listens_where_the_manifests_say_and_is_called_there(collector: Workl
         "health": port(config["extensions"]["health_check"]["endpoint"]),
     }
     assert {probe["httpGet"]["port"] for _, probe in collector.probes} == {collector.ports["health"]}
-    assert "${env:PAGEFERRY_TRACES_ENDPOINT}" == config["exporters"]["otlp"]["endpoint"]
+    assert config["exporters"]["otlp"]["endpoint"] == "${env:PAGEFERRY_TRACES_ENDPOINT}"
     assert "PAGEFERRY_TRACES_ENDPOINT" in collector.environment()
     for workload in workloads("gpu+all"):
         if workload is not collector and workload.role != "collector":

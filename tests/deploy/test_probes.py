@@ -122,8 +122,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
 
 def addresses_of(pods: dict[str, Pod]) -> dict[str, str]:
     port = {role: pod.ports[pod.workload.ports["grpc"]] for role, pod in pods.items()}
-    names = {f"pageferry-{role}:50051": f"127.0.0.1:{port[role]}" for role in ("router", "prefill", "decode")}
-    return {f"dns:///{name}": address for name, address in names.items()} | names
+    return {f"pageferry-{role}:50051": f"localhost:{port[role]}" for role in ("router", "prefill", "decode")}
 
 
 def test_a_router_without_workers_is_started_and_alive_and_not_ready(pods: dict[str, Pod]) -> None:
