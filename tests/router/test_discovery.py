@@ -228,7 +228,7 @@ async def test_one_process_behind_two_addresses_is_one_worker(rig: Make) -> None
 
 def own_tasks() -> Counter[str]:
     """The router's, by what they run; the workers' servers have others."""
-    names = (task.get_coro().__qualname__ for task in asyncio.all_tasks())  # type: ignore[union-attr]
+    names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
     return Counter(name for name in names if name.startswith(("Worker.", "Feed.", "Discovery.", "_AioCall.", "_end")))
 
 

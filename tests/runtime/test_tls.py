@@ -265,6 +265,27 @@ async def test_several_addresses_need_a_name_of_their_own(
             assert await ask(channel) == 2
 
 
+async def test_behind_a_name_the_certificate_has_the_name_and_not_the_address(
+    authority: Authority, caller: Identity
+) -> None:
+    pod = authority.issue("pod", address="10.9.8.7")  # for SERVER_NAME, too
+    async with serving(security_of(pod, authority)) as server:
+        address = f"127.0.0.1:{server.port}"
+        for files_name, name, is_taken in (
+            ("", SERVER_NAME, True),
+            (SERVER_NAME, "pageferry-decode", True),  # what the files say goes first
+            ("", "pageferry-decode", False),
+            ("", "", False),
+        ):
+            async with open_channel(address, TRACER, files_of(authority, caller, files_name), name=name) as channel:
+                if is_taken:
+                    assert await ask(channel) == 2
+                else:
+                    assert "Hostname Verification" in str(await error_of(channel)) or "verif" in str(
+                        await error_of(channel)
+                    )
+
+
 def test_metrics_are_for_who_has_a_certificate(
     authority: Authority, server_identity: Identity, caller: Identity, tmp_path: Path
 ) -> None:

@@ -36,11 +36,11 @@ def _loop() -> _Loop:
     return _Loop()
 
 
-def hold_port(port: int = 0) -> socket.socket:
+def hold_port(port: int = 0, host: str = "127.0.0.1") -> socket.socket:
     """Keep a port from being given to anyone but who asks for it by number; listening there stays possible."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", port))
+    holder.bind((host, port))
     return holder
 
 

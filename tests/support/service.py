@@ -25,13 +25,16 @@ STOP_S = 60.0
 class Service:
     """A process of one role. Its port is its own from the first life to the last; `output` is that of all lives."""
 
-    def __init__(self, role: Role, port: int = 0, settings: Settings | None = None, *, name: str = "") -> None:
+    def __init__(
+        self, role: Role, port: int = 0, settings: Settings | None = None, *, name: str = "", host: str = "127.0.0.1"
+    ) -> None:
         """`settings` are keyed "section.field". Port 0 is one that is free."""
         self.role = role
         self.name = name or role
         self.settings = dict(settings or {})
         self.command_prefix: tuple[str, ...] = ()  # a command that ends by running the service in its place
-        self._holders = [hold_port(port), *([hold_port(0)] if role == "router" else [])]
+        self.host = host
+        self._holders = [hold_port(port, host), *([hold_port(0)] if role == "router" else [])]
         self._log = tempfile.NamedTemporaryFile(prefix=f"{self.name}-", suffix=".log")  # noqa: SIM115 - for its life
         self._life = 0  # where its output begins
         self._process: subprocess.Popen[bytes] | None = None
@@ -43,7 +46,7 @@ class Service:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def http(self) -> str:
@@ -73,7 +76,7 @@ class Service:
         """Begin a life. On the main thread, since it ends with the thread that began it."""
         assert threading.current_thread() is threading.main_thread()
         assert not self.is_alive, f"{self.name} runs already"
-        own = {"server.port": str(self.port)}
+        own = {"server.host": self.host, "server.port": str(self.port)}
         if self.role == "router":
             own["server.http_port"] = self.http.rpartition(":")[2]
         self._life = Path(self._log.name).stat().st_size

@@ -16,6 +16,7 @@ from pageferry.router.metrics import RouterMetrics
 from pageferry.router.service import InferenceServicer
 from pageferry.router.telemetry import Telemetry
 from pageferry.runtime.channels import open_channel
+from pageferry.runtime.names import Resolve
 from pageferry.runtime.server import GrpcServer
 from pageferry.text.chat_template import ChatTemplate
 from pageferry.text.tokenizer import Tokenizer
@@ -27,16 +28,24 @@ from sim.workers import PrefillNode, WorkerNode
 
 
 class RouterNode(Node):
-    def __init__(self, *args: Any, prefill: list[str], decode: list[str]) -> None:
+    def __init__(self, *args: Any, prefill: list[str], decode: list[str], resolve: Resolve) -> None:
         super().__init__(*args)
         self._workers = (prefill, decode)
+        self._resolve = resolve
 
     async def _serve(self, process: Process, tracer: Tracer) -> None:
         prefill, decode = self._workers
         router = replace(self.settings.router, prefill=tuple(prefill), decode=tuple(decode))
         config = replace(self.config, router=router, scheduler=self.settings.scheduler)
         self.metrics = RouterMetrics()
-        fleet = Fleet(prefill, decode, lambda address, _: open_channel(address, tracer), model=MODEL.name)
+        fleet = Fleet(
+            prefill,
+            decode,
+            lambda address, _: open_channel(address, tracer),
+            model=MODEL.name,
+            discovery_s=router.discovery_s,
+            resolve=self._resolve,
+        )
         telemetry = Telemetry(tracer, self.metrics)
         self.frontend = Frontend(config, MODEL, _tokenizer(), fleet, telemetry, clock=self.loop.time)
         async with GrpcServer(config.server, tracer) as self.server:
@@ -52,7 +61,9 @@ class RouterNode(Node):
 
     def knows(self, node: WorkerNode) -> bool:
         """Whether it sees the worker that is there now as ready, with its stream of tokens."""
-        worker = next(worker for worker in self.fleet.workers if worker.address == node.address)
+        worker = next((worker for worker in self.fleet.workers if worker.address == node.address), None)
+        if worker is None:
+            return False
         is_fed = worker.feed.is_live or isinstance(node, PrefillNode)
         return worker.is_ready and worker.view.incarnation == node.incarnation and is_fed
 

@@ -68,7 +68,10 @@ class Request:
 class World:
     """Two prefill and two decode workers, a router and a client, unless said otherwise. Use `simulate`."""
 
-    def __init__(self, seed: int, settings: Settings, *, prefill: int = 2, decode: int = 2) -> None:
+    def __init__(
+        self, seed: int, settings: Settings, *, prefill: int = 2, decode: int = 2, named: bool = False
+    ) -> None:
+        """`named`: the router looks workers up behind the names in `behind`, which the scenario may change."""
         self.seed = seed
         self.settings = settings
         self.rng = Random(seed)
@@ -77,14 +80,17 @@ class World:
         self.trace: list[str] = []
         self.requests: list[Request] = []
         self.network.observers.append(self._note)
-        make = (self.loop, self.network, settings, self.rng)
+        self._make = make = (self.loop, self.network, settings, self.rng)
         self.prefills = [PrefillNode(f"p{number}", *make) for number in range(1, prefill + 1)]
         self.decodes = [DecodeNode(f"d{number}", *make) for number in range(1, decode + 1)]
+        self.behind = {"p": {node.name for node in self.prefills}, "d": {node.name for node in self.decodes}}
+        self.lookups_fail = False
         self.router = RouterNode(
             "router",
             *make,
-            prefill=[node.address for node in self.prefills],
-            decode=[node.address for node in self.decodes],
+            prefill=["dns:///p:1"] if named else [node.address for node in self.prefills],
+            decode=["dns:///d:1"] if named else [node.address for node in self.decodes],
+            resolve=self._resolve,
         )
         self.clients: list[Process] = []
         self.num_pending = 0  # faults that are still to be undone
@@ -132,6 +138,20 @@ class World:
     def draining(self) -> list[str]:
         """Nodes that are about to end."""
         return [node.name for node in self.nodes if node.is_draining and node.process.life is not Life.DEAD]
+
+    async def _resolve(self, host: str) -> frozenset[str]:
+        if self.lookups_fail:
+            raise OSError("no server answers")
+        return frozenset(self.behind[host])
+
+    def join(self, name: str) -> WorkerNode:
+        """Start another worker, p… or d…, and let its kind's name lead to it."""
+        node: WorkerNode = PrefillNode(name, *self._make) if name[0] == "p" else DecodeNode(name, *self._make)
+        group: list[Any] = self.prefills if name[0] == "p" else self.decodes
+        group.append(node)
+        self.behind[name[0]].add(name)
+        node.start()
+        return node
 
     async def until_as_before(self, limit_s: float) -> None:
         """Until nothing is held, and all nodes run the tasks that they ran at the start, and no more."""
