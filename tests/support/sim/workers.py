@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import Tracer
 
 from pageferry.core.config import HandoffConfig
@@ -11,6 +13,7 @@ from pageferry.decode_svc.__main__ import DecodeMain
 from pageferry.prefill_svc.__main__ import PrefillMain
 from pageferry.runtime.engine_thread import EngineThread
 from pageferry.runtime.server import GrpcServer
+from pageferry.runtime.telemetry import Tracing
 from pageferry.runtime.work_calls import WorkCalls
 from pageferry.runtime.worker_process import WorkerParts, _serve
 from sim.engine import SimEngine, SimExecutor, StepClock, make_model
@@ -52,7 +55,8 @@ class WorkerNode(Node):
         executor: Any = SimExecutor(process, self.rng)
         try:
             async with GrpcServer(config.server, tracer) as self.server:
-                await _serve(config, self.stop, self.main, self.server, tracer, executor, None)
+                tracing = Tracing(tracer, TracerProvider(shutdown_on_exit=False, resource=Resource({})))
+                await _serve(config, self.stop, self.main, self.server, tracing, executor, None)
         finally:
             await self.main.close()
 
