@@ -1,5 +1,5 @@
 # One verb each; `.ci/run` runs the same ones. Settings: PYTHON (3.11 or 3.12), MODEL, SEED, SECONDS_SOAK, SOAK (more
-# options of tests/faults/soak.py), CONNECTIONS, MINUTES.
+# options of tests/faults/soak.py), CONNECTIONS, MINUTES, JOBS (tests at once).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 export PYTHONSAFEPATH := 1
@@ -16,6 +16,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 PROTOS := $(sort $(wildcard proto/pageferry/*/*.proto))
 SERVICES := $(shell grep -l '^service ' $(PROTOS))
 PROTOC = $(BIN)/python -m grpc_tools.protoc -Iproto --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc
+JOBS ?= 2
 SEED ?= 1
 SECONDS_SOAK ?= 60
 SOAK ?=
@@ -65,8 +66,8 @@ demo: setup
 
 # Without a GPU, Triton's kernels are tested in its interpreter, which needs a process of its own.
 test: setup
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/gpu
 
 test-all: $(DEPLOY_STAMP)
 	$(BIN)/python -m pytest -m slow
