@@ -23,7 +23,8 @@ SOAK ?=
 CONNECTIONS ?= 10000
 MINUTES ?= 60
 
-.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check descriptors bench
+.PHONY: help setup kernels demo test test-all test-gpu kernels-report lint types proto proto-check descriptors
+.PHONY: bench metrics
 .PHONY: faults soak flood fuzz format clean
 .DEFAULT_GOAL := help
 
@@ -33,6 +34,7 @@ help:
 	@echo "make test-gpu  test, time and serve on a GPU        make kernels-report  registers and spills of each kernel"
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
+	@echo "make metrics   the list of metrics, and the dashboard"
 	@echo "make descriptors  the contract as Envoy's JSON transcoder reads it"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load and faults, checked"
 	@echo "make faults    the fault matrix, and a table of faults met in the field"
@@ -122,6 +124,11 @@ descriptors: setup
 	$(BIN)/python -m grpc_tools.protoc -Iproto --include_imports --descriptor_set_out=build/pageferry.binpb \
 		proto/pageferry/v1/inference.proto
 	@echo "descriptors: build/pageferry.binpb"
+
+metrics: setup
+	@mkdir -p build
+	$(BIN)/python deploy/metrics_reference.py > build/metrics.md && mv build/metrics.md docs/metrics.md
+	$(BIN)/python deploy/grafana/dashboard.py > build/dashboard.json && mv build/dashboard.json deploy/grafana/
 
 bench: setup
 	$(BIN)/python bench/overhead.py

@@ -1,0 +1,115 @@
+"""The dashboard and the metrics' page are what the code gives, and name what running services have."""
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import programs
+import pytest
+import yaml
+from cluster import generate, greedy
+from loopback import free_port
+from promql import DASHBOARD, DEPLOY, Series, dashboard_expressions, problems, rules, series_of
+from services import Deployment
+
+ROOT = DEPLOY.parent
+# Of a GPU, and of profiles with objectives, which the default ones have none of.
+ABSENT = ("pageferry_gpu_memory_bytes", "pageferry_gpu_utilisation_ratio")
+PROFILES = "[profiles.strict]\nttft_slo_ms = 0.001\ntoken_slo_ms = 3_600_000\n"
+
+
+def printed(script: str) -> str:
+    done = subprocess.run([sys.executable, DEPLOY / script], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "made"),
+    [("grafana/dashboard.py", DASHBOARD), ("metrics_reference.py", ROOT / "docs" / "metrics.md")],
+)
+def test_what_is_made_from_the_code_is_current(script: str, made: Path) -> None:
+    assert printed(script) == made.read_text(encoding="utf-8"), "run `make metrics`"
+
+
+def test_panels_have_numbers_titles_and_places_of_their_own() -> None:
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for place in (panel["gridPos"] for panel in panels):
+        assert place["x"] + place["w"] <= 24
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        taken |= cells
+
+
+def test_an_expression_that_names_what_is_not_there_is_found() -> None:
+    series = {"pageferry_x_total": [{"kind": "a"}]}
+    assert list(problems('sum by (kind, job) (pageferry_x_total{kind="a"})', series)) == []
+    for wrong in (
+        "pageferry_y",
+        'pageferry_x_total{kind="b"}',
+        'pageferry_x_total{kind=~"a|b"}',
+        "sum by (no) (pageferry_x_total)",
+    ):
+        assert len(list(problems(wrong, series))) == 1
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
+    """All series of a router and two workers that have handed over, preempted, drafted and refused."""
+    profiles = tmp_path_factory.mktemp("profiles") / "profiles.toml"
+    profiles.write_text(PROFILES, encoding="utf-8")
+    ports = {role: str(free_port()) for role in ("prefill", "decode")}
+    of_role = {role: {"telemetry.metrics_port": port} for role, port in ports.items()}
+    of_role["router"] = {"router.profiles_file": str(profiles)}
+    with Deployment(prefill=1, decode=1, of_role=of_role, settings={"engine.speculation": "lookup"}) as deployment:
+        asyncio.run(load(deployment))
+        urls = [
+            f"{deployment.routers[0].http}/metrics",
+            *(f"http://127.0.0.1:{port}/metrics" for port in ports.values()),
+        ]
+        yield series_of(*(httpx.get(url).text for url in urls))
+
+
+async def load(deployment: Deployment) -> None:
+    async with deployment.stub() as stub:
+        for profile in ("strict", "interactive"):
+            request = greedy([*range(5, 100)], 20)
+            request.profile = profile
+            await generate(stub, request)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*dashboard_expressions(), *(rule.get("alert") or rule["record"] for rule in rules())])
+def test_expressions_name_series_of_running_services(name: str, scraped: Series) -> None:
+    expressions = dashboard_expressions() | {rule.get("alert") or rule["record"]: rule["expr"] for rule in rules()}
+    assert list(problems(expressions[name], scraped, ABSENT)) == []
+
+
+@pytest.mark.slow
+def test_every_metric_of_running_services_is_in_the_reference(scraped: Series) -> None:
+    told = set(re.findall(r"`((?:pageferry|process)_\w+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    metrics = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in scraped if not name.startswith("python")}
+    assert metrics - {name.removesuffix("_total") for name in told} <= told
+
+
+@pytest.mark.slow
+def test_prometheus_parses_every_query(tmp_path: Path) -> None:
+    queries = list(dashboard_expressions().values())
+    made = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
+    path = tmp_path / "queries.yml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": made}]}), encoding="utf-8")
+    done = subprocess.run(
+        [programs.find("promtool"), "check", "rules", path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(queries)} rules found" in done.stdout
