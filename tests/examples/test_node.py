@@ -1,0 +1,108 @@
+"""The Node example against routers: streams, cancels, keeps deadlines, tells errors whole, and uses several routers."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from cluster import wait_idle
+from programs import find
+from services import Deployment
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "node"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+WAIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def node() -> str:
+    found = find("node")
+    if not (EXAMPLE / "node_modules" / "@grpc" / "grpc-js").is_dir():
+        reason = f"the example's modules are missing: npm install --prefix {EXAMPLE}"
+        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+    return found
+
+
+@pytest.fixture(scope="module")
+def deployment(node: str) -> Iterator[Deployment]:
+    with Deployment(prefill=1, decode=1, routers=2) as made:
+        yield made
+
+
+def command(node: str, deployment: Deployment, *arguments: str) -> list[str]:
+    return [node, str(EXAMPLE / "generate.mjs"), "--address", deployment.routers[0].address, *arguments]
+
+
+def run(node: str, deployment: Deployment, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = command(node, deployment, *arguments)
+    return subprocess.run(done, capture_output=True, text=True, timeout=WAIT_S, check=False)
+
+
+def test_an_answer_is_streamed_and_its_end_told(node: str, deployment: Deployment) -> None:
+    done = run(node, deployment, "--temperature", "0", "--max-tokens", "12", "Hello")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    assert "FINISH_REASON_LENGTH: 12 tokens, the first after" in done.stderr
+
+
+async def test_control_c_ends_the_work_too(node: str, deployment: Deployment) -> None:
+    arguments = command(node, deployment, "--temperature", "0", "--max-tokens", "1500", "Hello")
+    process = await asyncio.create_subprocess_exec(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    async with asyncio.timeout(WAIT_S):
+        assert await process.stdout.read(20)  # it has begun
+        process.send_signal(signal.SIGINT)
+        _, told = await process.communicate()
+    assert (process.returncode, told.decode().strip()) == (130, "cancelled")
+    async with deployment.stub() as stub:
+        await wait_idle(stub, timeout_s=30)
+    assert requests(deployment, 0, "cancelled") == 1
+
+
+def test_a_deadline_is_kept(node: str, deployment: Deployment) -> None:
+    done = run(node, deployment, "--temperature", "0", "--max-tokens", "1500", "--deadline", "0.5", "Hello")
+    assert done.returncode == 1
+    assert done.stderr.strip().startswith("DEADLINE_EXCEEDED")
+
+
+def test_an_error_is_told_with_its_details(node: str, deployment: Deployment) -> None:
+    done = run(node, deployment, "--temperature=-1", "Hello")
+    assert done.returncode == 1 and not done.stdout
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("INVALID_ARGUMENT: temperature is -1")
+    assert '"type":"google.rpc.ErrorInfo","reason":"INVALID_FIELD","domain":"pageferry' in lines[1]
+    assert '"field":"temperature"' in lines[2]
+
+
+def test_calls_go_to_several_routers_in_turn(node: str, deployment: Deployment) -> None:
+    before = [requests(deployment, index, "length") for index in range(2)]
+    both = ",".join(router.address for router in deployment.routers)
+    script = f"""
+        import {{ connect, generate }} from {str(EXAMPLE / "generate.mjs")!r};
+        const client = connect({both!r});
+        await new Promise((resolve, reject) =>
+            client.waitForReady(Date.now() + 20000, (error) => (error ? reject(error) : resolve())));
+        const request = {{ prompt: "Hello", stop: {{ max_tokens: 2, ignore_eos: true }} }};
+        for (let count = 0; count < 20; count++)
+          for await (const event of generate(client, request))
+            if (event.usage) process.stdout.write(".");
+        client.close();
+    """
+    done = subprocess.run(
+        [node, "--input-type=module", "-e", script], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "." * 20), done.stderr
+    after = [requests(deployment, index, "length") for index in range(2)]
+    assert sum(after) - sum(before) == 20
+    assert all(new - old >= 5 for new, old in zip(after, before, strict=True))
+
+
+def requests(deployment: Deployment, router: int, outcome: str) -> int:
+    """How many requests of a router have ended so."""
+    text = httpx.get(f"{deployment.routers[router].http}/metrics").text
+    name = f'pageferry_requests_total{{outcome="{outcome}"}} '
+    return sum(int(float(line.removeprefix(name))) for line in text.splitlines() if line.startswith(name))
