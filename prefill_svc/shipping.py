@@ -115,8 +115,8 @@ class Shipment:
         await self._channels.close_idle()
 
     async def _ship(self, channel: grpc.aio.Channel) -> HandoffStats:
-        ticket = self._target.ticket
-        async with PushClient(channel, ticket, self._request_id, self._parts, self._give_back) as push:
+        ticket, endpoint = self._target.ticket, self._target.kv_endpoint
+        async with PushClient(channel, ticket, self._request_id, self._parts, self._give_back, endpoint) as push:
             self._push = push
             watch = asyncio.create_task(push.broken.wait())
             watch.add_done_callback(lambda _: self._changed.set())

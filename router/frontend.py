@@ -4,9 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from types import MappingProxyType
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind, set_span_in_context
+from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.config import Config
 from pageferry.core.errors import (
@@ -117,15 +119,17 @@ class Frontend:
         deadline: float | None,
         parent: Context | None,
         authorization: Sequence[str] = (),
+        protocol: Mapping[str, AttributeValue] = MappingProxyType({}),
     ) -> Events:
         """Started, deltas, then Finished; or it raises a PageferryError.
 
         `deadline` is a time of `clock`; `parent` is the context of the caller's span; `authorization` are credentials
-        as they came. The caller closes the generator (`contextlib.aclosing`): that ends everything that was begun.
+        as they came; `protocol` says on the request's span how it came. The caller closes the generator
+        (`contextlib.aclosing`): that ends everything that was begun.
         """
         caller = self.check_caller(authorization)
         timeline = Timeline(self.clock(), request_id=request.request_id[:MAX_REQUEST_ID_CHARACTERS])
-        attributes = attributes_at_start(request, self._model.name) | caller.attributes
+        attributes = {**attributes_at_start(request, self._model.name), **caller.attributes, **protocol}
         span = self._telemetry.tracer.start_span(
             REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes, start_time=timeline.arrival_ns
         )

@@ -16,9 +16,11 @@ from pageferry.router.frontend import Frontend
 from pageferry.router.oip_reply import Reply, failure
 from pageferry.router.oip_request import FINISH_REASON, TEXT_INPUT, TEXT_OUTPUT, VERSION, check_version, parse_infer
 from pageferry.router.service import authorization_of
+from pageferry.runtime.rpc_spans import rpc_attributes
 from pageferry.v1 import inference_pb2 as pb
 
 OIP_SERVICE = "inference.GRPCInferenceService"
+_METHODS = {streams: f"{OIP_SERVICE}/Model{'Stream' * streams}Infer" for streams in (False, True)}
 _NAME = "pageferry"
 _EXTENSIONS = ("parameters", "schedule_policy")  # the latter: the parameters `priority` and `timeout`
 _MAX_AT_ONCE = 256  # requests of a stream; the next one is read when one of them is over
@@ -117,6 +119,7 @@ class OpenInferenceServicer(GRPCInferenceServiceServicer):
             deadline=self._deadline(context.time_remaining(), inference.timeout_s),
             parent=otel_context.get_current(),
             authorization=authorization_of(context),
+            protocol={**rpc_attributes(_METHODS[streams]), "gen_ai.request.stream": streams},
         )
         async with aclosing(events):
             reply = Reply(inference, (await anext(events)).started)

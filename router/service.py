@@ -7,8 +7,11 @@ from typing import Any
 from opentelemetry import context as otel_context
 
 from pageferry.router.frontend import Frontend
+from pageferry.runtime.rpc_spans import rpc_attributes
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceServicer
+
+_GENERATE = {**rpc_attributes("pageferry.v1.InferenceService/Generate"), "gen_ai.request.stream": True}
 
 
 class InferenceServicer(InferenceServiceServicer):
@@ -24,7 +27,11 @@ class InferenceServicer(InferenceServiceServicer):
         deadline = None if left_s is None else self._frontend.clock() + left_s
         parent = otel_context.get_current()
         events = self._frontend.generate(
-            request, deadline=deadline, parent=parent, authorization=authorization_of(context)
+            request,
+            deadline=deadline,
+            parent=parent,
+            authorization=authorization_of(context),
+            protocol=_GENERATE,
         )
         async with aclosing(events):
             async for event in events:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from opentelemetry.context import Context
+from opentelemetry.util.types import AttributeValue
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -44,6 +45,7 @@ class Generator(Protocol):
         deadline: float | None,
         parent: Context | None,
         authorization: Sequence[str],
+        protocol: Mapping[str, AttributeValue],
     ) -> Events: ...
 
     def list_models(self, authorization: Sequence[str]) -> pb.ListModelsResponse: ...
@@ -63,6 +65,7 @@ class Caller:
     parent: Context
     deadline: float | None  # by the frontend's clock
     names: Mapping[str, str]  # of the body's fields, as `Reading` has them
+    protocol: Mapping[str, AttributeValue]  # how it came, for the request's span
 
 
 class GenerationResponse(Response):
@@ -107,6 +110,7 @@ class GenerationResponse(Response):
             deadline=caller.deadline,
             parent=caller.parent,
             authorization=caller.authorization,
+            protocol=caller.protocol,
         )
 
     async def _whole(self, events: Numbered, send: Send) -> None:

@@ -146,7 +146,13 @@ class _Gateway:
         parsed.request.request_id = request_id
         read_profile(request, parsed.request)
         parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
-        caller = Caller(authorization_of(request), parent, deadline, reading.names)
+        streams = parsed.streaming is not None
+        protocol = {
+            "http.request.method": request.method,
+            "http.route": request.url.path,
+            "gen_ai.request.stream": streams,
+        }
+        caller = Caller(authorization_of(request), parent, deadline, reading.names, protocol)
         builder = reply(parsed, request_id, int(time.time()), self.frontend.token_bytes)
         return GenerationResponse(self.frontend, parsed, builder, caller, ignored_header(reading.ignored))
 

@@ -83,6 +83,7 @@ class FakeFrontend:
         deadline: float | None,
         parent: Context | None,
         authorization: Sequence[str] = (),
+        protocol: object = None,
     ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
         self.deadlines.append(deadline)

@@ -1,11 +1,14 @@
 """One request's trace as the router gives it out."""
 
 import asyncio
+import re
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import opentelemetry.semconv
 from cluster import Stub
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage, TracesData
@@ -45,6 +48,8 @@ class Span:
     end_ns: int
     status: str
     attributes: dict[str, Any]
+    trace_id: str = ""
+    links: tuple[tuple[str, bytes], ...] = ()  # trace and span of each
 
     @property
     def seconds(self) -> float:
@@ -66,6 +71,7 @@ def spans_of(traces_data: bytes) -> list[Span]:
     """The spans, earliest first."""
     spans = [
         Span(
+            trace_id=span.trace_id.hex(),
             name=span.name,
             kind=SpanMessage.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
             service=str(_attributes(list(resource.resource.attributes)).get("service.name", "")),
@@ -75,6 +81,7 @@ def spans_of(traces_data: bytes) -> list[Span]:
             end_ns=span.end_time_unix_nano,
             status=str(span.status.code),
             attributes=_attributes(list(span.attributes)),
+            links=tuple((link.trace_id.hex(), link.span_id) for link in span.links),
         )
         for resource in TracesData.FromString(traces_data).resource_spans
         for scope in resource.scope_spans
@@ -117,3 +124,13 @@ async def wait_trace(stub: Stub, trace_id: str, wanted: Counter[tuple[str, str]]
             return spans
         assert time.monotonic() < end, f"missing {dict(missing)} of {dict(counts(spans))}"
         await asyncio.sleep(0.05)
+
+
+def conventional_names() -> set[str]:
+    """Of attributes and metrics, as the installed conventions have them, without those that others have replaced."""
+    (directory,) = opentelemetry.semconv.__path__
+    sources = [path.read_text(encoding="utf-8") for path in Path(directory).rglob("*.py")]
+    pattern = r': Final = "([a-z_.]+)"\n(?:"""\n(.*?)""")?'
+    named = [match for source in sources for match in re.findall(pattern, source, re.S)]
+    replaced = {name for name, text in named if re.match("Deprecated: (?!Moved to)", text)}
+    return {name for name, _ in named} - replaced

@@ -57,15 +57,16 @@ def open_channel(
     target = parse_target(address)
     options = (*CHANNEL_OPTIONS, *target.options)
     if certificates is None:
-        return _TracedChannel(grpc.aio.insecure_channel(target.uri, options=options), tracer)
+        return _TracedChannel(grpc.aio.insecure_channel(target.uri, options=options), tracer, address)
     check_name(target, certificates.files)
-    return _TracedChannel(SecureChannel(target, options, certificates, name), tracer)
+    return _TracedChannel(SecureChannel(target, options, certificates, name), tracer, address)
 
 
 class _TracedChannel(grpc.aio.Channel):
-    def __init__(self, inner: grpc.aio.Channel, tracer: Tracer) -> None:
+    def __init__(self, inner: grpc.aio.Channel, tracer: Tracer, address: str) -> None:
         self._inner = inner
         self._tracer = tracer
+        self._address = address
 
     def unary_unary(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         return self._traced(method, self._inner.unary_unary(method, *args, **kwargs))
@@ -102,9 +103,10 @@ class _TracedChannel(grpc.aio.Channel):
         name = client_span_name(path)
         if name is None:
             return inner
+        attributes = rpc_attributes(path, self._address)
 
         def begin(*args: Any, metadata: Any = None, **options: Any) -> Any:
-            span = self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=rpc_attributes(path))
+            span = self._tracer.start_span(name, kind=SpanKind.CLIENT, attributes=attributes)
             carried = inject_context(trace.set_span_in_context(span))
             kept = ((key, value) for key, value in metadata or () if key not in carried)
             call = inner(*args, metadata=grpc.aio.Metadata(*kept, *carried.items()), **options)

@@ -72,8 +72,9 @@ class PushClient:
         request_id: str,
         parts: PushParts,
         on_released: Callable[[Sequence[Place]], None],
+        endpoint: str = "",
     ) -> None:
-        """The ticket is of that request.
+        """The ticket is of that request; `endpoint` is what the channel leads to, for its span.
 
         `on_released` gets each shipped page once, on the event loop, when its bytes are copied or won't be.
         """
@@ -83,6 +84,7 @@ class PushClient:
         self._request_id = request_id
         self._parts = parts
         self._on_released = on_released
+        self._endpoint = endpoint
         self._sender = Sender()
         self._outbox = Outbox(parts.config.lease_ms / 1000, self._sent, parts.clock)
         self._progress = asyncio.Event()
@@ -162,7 +164,7 @@ class PushClient:
                 self._call.cancel()
 
     async def __aenter__(self) -> Self:
-        attributes = rpc_attributes(PUSH_METHOD)
+        attributes = rpc_attributes(PUSH_METHOD, self._endpoint)
         self._span = self._parts.tracer.start_span(PUSH_SPAN, kind=SpanKind.CLIENT, attributes=attributes)
         return self
 

@@ -58,8 +58,15 @@ def inject_context(context: Context | None = None) -> dict[str, str]:
     return carrier
 
 
-def rpc_attributes(method: str) -> dict[str, str]:
-    return {"rpc.system.name": "grpc", "rpc.method": method}
+def rpc_attributes(method: str, address: str = "") -> dict[str, str | int]:
+    """What is known before the call: its method, and on the caller's side whom it is for."""
+    attributes: dict[str, str | int] = {"rpc.system.name": "grpc", "rpc.method": method}
+    host, _, port = address.rpartition(":")
+    if "," not in address and port.isdecimal():
+        attributes |= {"server.address": host, "server.port": int(port)}
+    elif address:
+        attributes["server.address"] = address
+    return attributes
 
 
 def end_span(span: Span, code: grpc.StatusCode, description: str = "") -> None:
