@@ -75,10 +75,11 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
         engine_config = parts.config.engine
         speculation = Speculation(DraftSource.parse(engine_config.speculation), engine_config.max_draft_tokens)
         scheduler = DecodeScheduler(parts.config.scheduler, pools, engine.layout, speculation)
-        step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock)
+        traces_steps = parts.config.telemetry.trace_steps
+        step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock, traces_steps=traces_steps)
         server = parts.config.server
         kv_endpoint = host_port(advertised_host(server), server.advertised_port or parts.port)
-        served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff)
+        served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff, engine.pages)
         worker = DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)
         model = parts.config.engine.model
         worker.constraints = Grammars(lambda: load_tokenizer(resolve_model(model)), limits.vocab_size)

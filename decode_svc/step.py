@@ -14,7 +14,7 @@ from pageferry.decode_svc.desk import DeskActions, TicketDesk
 from pageferry.runtime.reports import Report
 from pageferry.runtime.tickets import Grant
 from pageferry.runtime.worker_metrics import StepFigures
-from pageferry.runtime.worker_step import ChunkDone, WorkerStep
+from pageferry.runtime.worker_step import ChunkDone, StepDone, WorkerStep
 
 RESERVE_RETRY_MS = 50
 
@@ -34,6 +34,7 @@ class Figures:
     num_cached: int
     num_drafted: int = 0
     num_accepted: int = 0
+    first_device_s: float | None = None  # of the first step, by its device's own clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class HandoffEnded:
 
 
 OwnEvent = Begun | Emitted | ChunkDone | Completed | Failed | HandoffEnded
-Event = OwnEvent | Report
+Event = OwnEvent | StepDone | Report
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +82,7 @@ class _Job:
 
     ready: float | None  # committed, or accepted where the prompt is computed here
     first_step: float | None = None
+    first_device_s: float | None = None
     first_own: float | None = None
     second_own: float | None = None
     forward_s: float = 0.0
@@ -96,8 +98,10 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
         tickets: TicketTable,
         runner: Runner,
         clock: Callable[[], float],
+        *,
+        traces_steps: bool = False,
     ) -> None:
-        super().__init__(scheduler, pools, runner, clock, lambda: self.desk.num_live)
+        super().__init__(scheduler, pools, runner, clock, lambda: self.desk.num_live, traces_steps=traces_steps)
         actions = DeskActions(
             scheduler.tables.expected,
             self._activate,
@@ -148,14 +152,16 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
         num_prefill = 0
         for sequence in {chunk.sequence.owner for chunk in plan.chunks}:
             job = self._jobs[sequence]
-            job.first_step = started if job.first_step is None else job.first_step
+            if job.first_step is None:
+                job.first_step, job.first_device_s = started, result.device_s
             job.forward_s += result.forward_s
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.work.beam is not None:  # its tokens are told at its end
                 self._note_own(chunk.sequence.owner, ended)
             if chunk.is_prompt:
                 num_prefill += chunk.num_tokens
-                self._emit(ChunkDone(chunk.sequence.owner, chunk.start, chunk.num_tokens, started, ended))
+                done = (chunk.sequence.owner, chunk.start, chunk.num_tokens, started, ended)
+                self._emit(ChunkDone(*done, device_s=result.device_s))
         num_tokens = plan.num_tokens + sum(result.num_drafted)
         self._reporter.measure(num_prefill, StepFigures(len(plan.chunks), num_tokens, ended - started))
         self._take(self._scheduler.apply(plan, result, ended), ended, own=True)
@@ -218,6 +224,7 @@ class DecodeStep(WorkerStep[DecodeScheduler, OwnEvent]):
             num_cached=sequence.num_cached,
             num_drafted=sequence.num_drafted,
             num_accepted=sequence.num_accepted,
+            first_device_s=job.first_device_s,
         )
 
     def _emit(self, event: OwnEvent) -> None:

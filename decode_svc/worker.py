@@ -13,7 +13,7 @@ from pageferry.core.config import HandoffConfig
 from pageferry.core.errors import CancelledError, PageferryError, invalid
 from pageferry.core.handoff import TICKET_BYTES
 from pageferry.core.limits import ModelLimits
-from pageferry.core.page_io import PageSink
+from pageferry.core.page_io import DeviceClock, PageSink
 from pageferry.core.plan import Emitted
 from pageferry.decode_svc.call import Call, first_own_ms
 from pageferry.decode_svc.desk import EngineDesk
@@ -21,11 +21,12 @@ from pageferry.decode_svc.step import Begun, Completed, DecodeStep, Event, Faile
 from pageferry.decode_svc.subscriptions import Subscriptions
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.convert_work import work_from_proto
+from pageferry.runtime.device_spans import device_attributes
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import WorkCalls, counted, profile_attributes
-from pageferry.runtime.worker_step import ChunkDone
+from pageferry.runtime.worker_step import ChunkDone, StepDone
 from pageferry.v1 import decode_pb2 as pb
 
 
@@ -38,6 +39,7 @@ class Served:
     executor: ThreadPoolExecutor  # the one transfer thread
     kv_endpoint: str
     handoff: HandoffConfig
+    clock: DeviceClock | None = None  # of the device that the pages are on
 
 
 class DecodeWorker(WorkCalls[Call, Event]):
@@ -59,7 +61,12 @@ class DecodeWorker(WorkCalls[Call, Event]):
         )
         self.subscriptions = Subscriptions()
         self.receiver = PageReceiver(
-            self.desk, served.pages, served.executor, served.handoff, on_over=publisher.count_push
+            self.desk,
+            served.pages,
+            served.executor,
+            served.handoff,
+            on_over=publisher.count_push,
+            clock=served.clock,
         )
 
     async def decode(self, request: pb.DecodeRequest, context: Any) -> None:
@@ -149,6 +156,8 @@ class DecodeWorker(WorkCalls[Call, Event]):
                         self._take(call, event)
                 case HandoffEnded():
                     event.push.end(event.error)
+                case StepDone():
+                    self._record_step("decode.step", event)
                 case report:
                     self._publisher.publish(report)
 
@@ -184,6 +193,7 @@ class DecodeWorker(WorkCalls[Call, Event]):
             "pageferry.drafted": figures.num_drafted,
             "pageferry.accepted": figures.num_accepted,
             "pageferry.first_step_ms": first_own_ms(figures),
+            **device_attributes(self.device_name, figures.first_device_s, of="first_step_"),
         }
         if (beam := call.sequence.work.beam) is not None:
             attributes["pageferry.beam_width"] = beam.width

@@ -46,8 +46,11 @@ class PrefillMain(WorkerMain[PrefillWorker], PrefillServiceServicer):
 
     def join(self, engine: LoadedEngine, pools: PagePools, limits: ModelLimits, parts: WorkerParts) -> PrefillWorker:
         scheduler = PrefillScheduler(parts.config.scheduler, pools, engine.layout)
-        step = PrefillStep(scheduler, pools, engine.runner, parts.clock)
-        push_parts = PushParts(engine.pages, parts.executor, parts.config.handoff, parts.tracer, clock=parts.clock)
+        traces_steps = parts.config.telemetry.trace_steps
+        step = PrefillStep(scheduler, pools, engine.runner, parts.clock, traces_steps=traces_steps)
+        push_parts = PushParts(
+            engine.pages, parts.executor, parts.config.handoff, parts.tracer, clock=parts.clock, device=engine.pages
+        )
         channels = DecodeChannels(lambda endpoint: open_channel(endpoint, parts.tracer, parts.certificates))
         worker = PrefillWorker(step, limits, push_parts, channels, parts.publisher, parts.clock)
         model = parts.config.engine.model

@@ -11,7 +11,7 @@ from pageferry.core.prefill_scheduler import PrefillScheduler
 from pageferry.core.sequence import FinishReason, Sequence
 from pageferry.runtime.reports import Report
 from pageferry.runtime.worker_metrics import StepFigures
-from pageferry.runtime.worker_step import ChunkDone, WorkerStep
+from pageferry.runtime.worker_step import ChunkDone, StepDone, WorkerStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Failed:
     error: PageferryError
 
 
-Event = ChunkDone | Drawn | Failed | Report
+Event = ChunkDone | Drawn | Failed | StepDone | Report
 
 
 class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
@@ -48,9 +48,10 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
         pools: PagePools,
         runner: Runner,
         clock: Callable[[], float],
+        *,
+        traces_steps: bool = False,
     ) -> None:
-        super().__init__(scheduler, pools, runner, clock)
-        self._pools = pools
+        super().__init__(scheduler, pools, runner, clock, traces_steps=traces_steps)
         self._shipped: dict[Sequence, tuple[int, bool]] = {}  # sequences whose pages are: `first_page`, `as_tails`
 
     def add(self, sequence: Sequence, first_page: int | None, *, as_tails: bool = False) -> None:
@@ -88,7 +89,8 @@ class PrefillStep(WorkerStep[PrefillScheduler, ChunkDone | Drawn | Failed]):
             if end is not None and (end.failure or end.reason is not None):  # nobody will read them
                 self._pools.release([place for _, place in pages])
                 pages = ()
-            self._pending.append(ChunkDone(sequence, chunk.start, chunk.num_tokens, started, ended, pages))
+            done = ChunkDone(sequence, chunk.start, chunk.num_tokens, started, ended, pages, result.device_s)
+            self._pending.append(done)
             if end is not None and not end.failure:
                 self._draw(drawn.get(sequence), end, ended)
             elif end is not None:

@@ -22,7 +22,7 @@ from pageferry.runtime.convert_work import work_from_proto
 from pageferry.runtime.push import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import WorkCalls, counted, profile_attributes
-from pageferry.runtime.worker_step import ChunkDone
+from pageferry.runtime.worker_step import ChunkDone, StepDone
 from pageferry.v1.prefill_pb2 import (
     FirstToken,
     HandoffTarget,
@@ -136,6 +136,8 @@ class PrefillWorker(WorkCalls[_Call, Event]):
                     self._take_chunk(event)
                 case Drawn() | Failed():
                     self._take_end(event)
+                case StepDone():
+                    self._record_step("prefill.step", event)
                 case report:
                     self._publisher.publish(report)
 

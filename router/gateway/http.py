@@ -10,6 +10,7 @@ from typing import Any
 
 from opentelemetry.context import Context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
@@ -147,7 +148,7 @@ class _Gateway:
         read_profile(request, parsed.request)
         parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
         streams = parsed.streaming is not None
-        protocol = {
+        protocol: dict[str, AttributeValue] = {
             "http.request.method": request.method,
             "http.route": request.url.path,
             "gen_ai.request.stream": streams,

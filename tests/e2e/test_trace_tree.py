@@ -12,7 +12,7 @@ import pytest
 from answer import Answer
 from cluster import Cluster, connected, generate, greedy, running, wait_idle
 from trace_sink import TraceSink, assert_sums, assert_tree, collecting
-from traces import SPLIT_SPANS, conventional_names, counts
+from traces import DECODE_RPC, PREFILL_RPC, SPLIT_SPANS, Span, conventional_names, counts
 
 from pageferry.v1 import inference_pb2 as pb
 
@@ -26,6 +26,7 @@ SETTINGS = {
     "scheduler.max_num_seqs": str(SLOTS),
     "scheduler.prefix_cache": "false",  # so that every prompt is computed, whatever was asked before
     "engine.num_pages": "1024",
+    "telemetry.trace_steps": "true",
 }
 LOCAL_SPANS = Counter(
     {key: 1 for key in SPLIT_SPANS if not key[0].endswith("Prefill") and key[0] not in ("kv.push", "prefill.queue")}
@@ -169,6 +170,35 @@ async def test_each_request_keeps_to_its_callers_trace(cluster: Cluster, sink: T
     assert assert_tree(sink.trace(trace_id_of(last))).parent_id == b""
     of_http = assert_tree(sink.trace(trace_ids[9]), remote_parent=caller).attributes
     assert (of_http["http.request.method"], of_http["http.route"]) == ("POST", "/v1/completions")
+
+
+async def test_each_step_is_a_trace_of_its_own_and_linked_to_its_requests(cluster: Cluster, sink: TraceSink) -> None:
+    answer, other = await asyncio.gather(
+        answered(cluster, greedy(PROMPT, 9)),
+        answered(cluster, greedy(PROMPT[:90], 9), traceparent=f"00-{'d' * 32}-{'f' * 16}-00"),  # not sampled
+    )
+    trace_id = trace_id_of(answer)
+    spans = sink.trace(trace_id)
+    (generated,) = (span for span in spans if span.name == "decode.generate")
+    served = {span.name: (trace_id, span.span_id) for span in spans if span.kind == "SERVER"}
+
+    def steps(name: str, rpc: str) -> list[Span]:
+        return [span for span in sink.spans if span.name == name and served[rpc] in span.links]
+
+    num_steps = generated.attributes["pageferry.steps"]
+    sink.wait(lambda _: len(steps("decode.step", DECODE_RPC)) >= num_steps)
+    decode_steps, prefill_steps = steps("decode.step", DECODE_RPC), steps("prefill.step", PREFILL_RPC)
+    assert len(decode_steps) == num_steps
+    assert sum(span.name == "prefill.chunk" for span in spans) == len(prefill_steps) == 2
+    for step in (*decode_steps, *prefill_steps):
+        assert step.parent_id == b""
+        assert step.trace_id != trace_id
+        assert [link for link in step.links if link[0] != trace_id] == []
+        assert step.attributes["pageferry.step.tokens"] >= step.attributes["pageferry.step.sequences"] >= 1
+        assert step.attributes["pageferry.step.pages_used"] > 0
+    linked = {link for span in sink.spans for link in span.links}
+    assert "d" * 32 not in {trace for trace, _ in linked}
+    assert "d" * 32 == trace_id_of(other) not in {span.trace_id for span in sink.spans}
 
 
 async def test_names_of_attributes_are_current(cluster: Cluster, sink: TraceSink) -> None:

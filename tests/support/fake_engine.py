@@ -20,6 +20,7 @@ from pageferry.core.sequence import Sequence, WorkItem
 from pageferry.engine.copies import read_by_page, write_by_page
 
 VOCAB_SIZE = 1000
+COPY_S = 0.25  # that a page takes to be copied from or to a device, where one is made up
 LAYOUT = CacheLayout(
     "f" * 32, PageFormat.parse("int8"), page_size=4, num_kv_heads=1, head_dim=8, groups=(full_group(3),)
 )
@@ -44,7 +45,10 @@ class FakeClock:
 
 
 class FakePages:
-    """The bytes of a worker's pools: a PageSource and a PageSink."""
+    """The bytes of a worker's pools: a PageSource and a PageSink, and a DeviceClock where a test makes them one."""
+
+    device_name = ""
+    copied_s: float | None = None
 
     def __init__(self, layout: CacheLayout, num_pages: int, num_tails: int = 0) -> None:
         """`num_pages` of each group."""
@@ -69,11 +73,17 @@ class FakePages:
             offset += length
 
     def read_into(self, run: PageRun, buffer: memoryview) -> ListLike[int]:
+        self._count_copies(len(run.pages))
         return read_by_page(self.read, run, buffer)
 
     def write_from(self, run: PageRun, buffer: Buffer) -> Written:
         layout = self.layout.of(Place(run.group, PageId(0), run.is_tail))
+        self._count_copies(len(run.pages))
         return write_by_page(self.write, layout, run, buffer)
+
+    def _count_copies(self, num_pages: int) -> None:
+        if self.copied_s is not None:
+            self.copied_s += COPY_S * num_pages
 
     def converted(self, layout: CacheLayout) -> "FakePages":
         assert layout == self.layout, "the fake model writes one format"
@@ -136,6 +146,7 @@ class FakeRunner:
     script: dict[tuple[str, int], int] = field(default_factory=dict)
     failures: dict[tuple[str, int], str] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
+    device_s: float | None = None  # of each step, on a device that is made up
 
     @property
     def num_tokens(self) -> int:
@@ -153,7 +164,8 @@ class FakeRunner:
                 for group in range(len(self.pages.layout.groups)):
                     self._store(chunk.sequence, group, position)
         drawn = [self._sample(chunk.sequence) for chunk in plan.chunks if chunk.samples]
-        return StepResult(tuple(one if isinstance(one, SampleFailure) else (one,) for one in drawn))
+        samples = tuple(one if isinstance(one, SampleFailure) else (one,) for one in drawn)
+        return StepResult(samples, device_s=self.device_s)
 
     def _store(self, sequence: Sequence, group: int, position: int) -> None:
         layout = self.pages.layout

@@ -154,7 +154,7 @@ class PrefillSide(Side):
         super().__init__(settings, exporter)
         scheduler = PrefillScheduler(settings.scheduler, self.pools, settings.layout)
         self.step = PrefillStep(scheduler, self.pools, self.runner, settings.clock)
-        parts = PushParts(self.pages, self.executor, settings.handoff, self.tracer)
+        parts = PushParts(self.pages, self.executor, settings.handoff, self.tracer, device=self.pages)
         channels = DecodeChannels(lambda endpoint: open_channel(endpoint, self.tracer))
         self.worker = PrefillWorker(self.step, self.limits, parts, channels, self.publisher, settings.clock)
         main = PrefillMain()
@@ -186,7 +186,7 @@ class DecodeSide(Side):
     async def start(self) -> None:
         self.port = await self.server.start()
         settings = self.settings
-        served = Served(self.limits, self.pages, self.executor, self.address, settings.handoff)
+        served = Served(self.limits, self.pages, self.executor, self.address, settings.handoff, self.pages)
         self.worker = self.main.ready = DecodeWorker(self.step, served, self.tracer, self.publisher, settings.clock)
         self.worker.start()
 

@@ -46,6 +46,7 @@ _SETTINGS = {
     "kv_memory_mb": "engine.kv_memory_mb",
     "threads": "engine.threads",
     "chat_template": "router.chat_template",
+    "trace_steps": "telemetry.trace_steps",
 }
 
 
@@ -66,6 +67,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", metavar="ADDRESS", help="that the router listens on; default 127.0.0.1")
     parser.add_argument("--port", type=int, help=f"of gRPC; default {DEFAULT_PORT}; 0: a free one")
     parser.add_argument("--http-port", type=int, metavar="PORT", help=f"of HTTP; default {DEFAULT_HTTP_PORT}; 0: off")
+    parser.add_argument(
+        "--trace-steps",
+        action="store_true",
+        default=None,
+        help="trace each step of a batch too, linked to its requests",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings by section")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.FIELD=VALUE", help="any other setting; may be repeated"

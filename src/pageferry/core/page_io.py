@@ -50,6 +50,17 @@ class Written(NamedTuple):
     bad_factor: BadFactor | None
 
 
+class DeviceClock(Protocol):
+    """What copies from and to a device have taken by its own clock; read it on the thread that makes them."""
+
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def copied_s(self) -> float | None:
+        """Seconds of all of them; None where pages are in a processor's memory."""
+        ...
+
+
 class PageSource(Protocol):
     """Where pages are read from; any thread may call, for pages it holds a reference to."""
 

@@ -91,6 +91,7 @@ class StepResult:
     num_drafted: tuple[int, ...] = ()  # drafts computed behind each of those chunks; empty: none behind any
     draft_s: float = 0.0  # seconds that making them took
     verify_s: float = 0.0  # seconds of all else
+    device_s: float | None = None  # seconds in the forward pass by the clock of a device that is no processor
 
 
 class Runner(Protocol):

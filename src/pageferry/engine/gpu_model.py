@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pageferry.core.model_config import ModelConfig
 from pageferry.engine.batch import Batch
+from pageferry.engine.device_times import DeviceTimes
 from pageferry.engine.gpu_batch import DeviceBatch, DeviceBatchBuilder, HostBatch, Part, Upload
 from pageferry.engine.gpu_graphs import DecodeGraphs
 from pageferry.engine.gpu_weights import DeviceWeights
@@ -54,6 +55,11 @@ class DeviceModel:
         self._upload = Upload(self.device)
         self._graphs: DecodeGraphs | None = None
         self._logits = self._pinned(1)
+        self._times = DeviceTimes.of(self.device)
+
+    @property
+    def device_s(self) -> float | None:
+        return self._times.last_s if self._times is not None else None
 
     def first_layers(self, num_layers: int) -> "DeviceModel":
         """The same model cut short, with the same norm and head behind; it has graphs and buffers of its own."""
@@ -62,6 +68,7 @@ class DeviceModel:
         part._upload = Upload(self.device)
         part._graphs = None
         part._logits = self._pinned(1)
+        part._times = DeviceTimes.of(self.device)
         return part
 
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
@@ -69,15 +76,17 @@ class DeviceModel:
 
         The step is over when this returns: its pages may be read.
         """
-        if self.device.type != "cuda":
+        if self._times is None:
             return self._forward(batch, pages)
         with torch.cuda.device(self.device):
-            logits = self._forward(batch, pages)
-            if len(self._logits) < len(logits):
-                self._logits = self._pinned(len(logits))
-            on_host = self._logits[: len(logits)]
-            on_host.copy_(logits, non_blocking=True)
+            with self._times.measured():
+                logits = self._forward(batch, pages)
+                if len(self._logits) < len(logits):
+                    self._logits = self._pinned(len(logits))
+                on_host = self._logits[: len(logits)]
+                on_host.copy_(logits, non_blocking=True)
             torch.cuda.current_stream().synchronize()
+            self._times.take()
         return on_host
 
     def _forward(self, batch: Batch, pages: PageTensors) -> Tensor:

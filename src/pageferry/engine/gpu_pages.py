@@ -1,7 +1,7 @@
 """Pools of pages in a device's memory, which go to and from the host through pinned buffers."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import Lock
 
 import torch
@@ -12,6 +12,7 @@ from pageferry.core.page_io import Buffer, PageRun, PageSource, Written
 from pageferry.core.pool import PageId
 from pageferry.engine.conversion import ConvertedPages
 from pageferry.engine.copies import read_by_page, write_by_page
+from pageferry.engine.device_times import DeviceTimes, device_name
 from pageferry.engine.pages import PageTensors
 from pageferry.engine.pool_memory import PoolMemory
 
@@ -22,7 +23,9 @@ class Staging:
     Any thread may call; one copy is made at a time. On a processor, plain memory and plain copies.
     """
 
-    def __init__(self, device: torch.device, num_bytes: int) -> None:
+    def __init__(self, device: torch.device, num_bytes: int, times: DeviceTimes | None = None) -> None:
+        """`times` measures the copies."""
+        self.times = times
         is_cuda = device.type == "cuda"
         self._device = device
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
@@ -61,12 +64,19 @@ class Staging:
     @contextmanager
     def _copying(self) -> Iterator[None]:
         if self._stream is None or self._changed is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._changed)
-            yield
-        self._stream.synchronize()
+            with self._measured():
+                yield
+        else:
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(self._changed)
+                with self._measured():
+                    yield
+            self._stream.synchronize()
+        if self.times is not None:
+            self.times.take()
+
+    def _measured(self) -> AbstractContextManager[None]:
+        return self.times.measured() if self.times is not None else nullcontext()
 
 
 class DeviceMemory(PoolMemory):
@@ -105,8 +115,18 @@ class DevicePages(PageTensors):
 
     def __init__(self, layout: CacheLayout, num_pages: Sequence[int], num_tails: int, device: torch.device) -> None:
         self.device = device
-        self._staging = Staging(device, max(pages.page_bytes for pages in (*layout.pages, *layout.tails)))
+        largest = max(pages.page_bytes for pages in (*layout.pages, *layout.tails))
+        self._staging = Staging(device, largest, DeviceTimes.of(device))
         super().__init__(layout, num_pages, num_tails)
+
+    @property
+    def device_name(self) -> str:
+        return device_name(self.device)
+
+    @property
+    def copied_s(self) -> float | None:
+        times = self._staging.times
+        return times.total_s if times is not None else None
 
     def converted(self, layout: CacheLayout) -> PageSource:
         return self if layout == self.layout else ConvertedOnHost(self, layout)

@@ -29,6 +29,7 @@ class Model:
     """
 
     likeliest = None
+    device_s = None
 
     def __init__(
         self,

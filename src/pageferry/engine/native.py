@@ -38,6 +38,7 @@ class NativeModel:
         self._logits = torch.empty((0, config.vocab_size))
         self._likeliest = np.empty(0, np.int32)
         self.likeliest: NDArray[np.int32] | None = None
+        self.device_s: float | None = None
         self._pool: tuple[PageTensors, cpu_library.Pool] | None = None  # of the last call's pages
         tables = rotary_table(frequencies, max_positions, config.rotary_scale)
         layers = (cpu_library.Layer * config.num_layers)(*(_layer(layer) for layer in weights.layers))

@@ -25,6 +25,15 @@ class PageTensors:
         self.layers = self._layers()
 
     @property
+    def device_name(self) -> str:
+        """Empty for a processor."""
+        return ""
+
+    @property
+    def copied_s(self) -> float | None:
+        return None
+
+    @property
     def num_bytes(self) -> int:
         return sum(pool.memory.numel() for pool in (*self.pools, *self.tails))
 

@@ -22,11 +22,14 @@ class ForwardPass(Protocol):
     """A model: torch's `Model`, or `NativeModel`.
 
     `likeliest` [S] are the ids of the largest of the last call's logits, -1 for a row of which a number is not finite;
-    None where they are not found on the way.
+    None where they are not found on the way. `device_s` are the last call's seconds by the device's own clock; None
+    where that is a processor.
     """
 
     @property
     def likeliest(self) -> NDArray[np.int32] | None: ...
+    @property
+    def device_s(self) -> float | None: ...
 
     def forward(self, batch: Batch, pages: PageTensors) -> Tensor:
         """Store the batch's keys and values; logits [S, vocab] fp32 of the sampled rows, valid until the next call."""
@@ -81,7 +84,7 @@ class TorchRunner:
         batch = self.builder.build_parts(parts)
         start = time.perf_counter()
         logits = self.model.forward(batch, self.pages)
-        forward_s = time.perf_counter() - start
+        forward_s, device_s = time.perf_counter() - start, self.model.device_s
         counts = [len(guessed) for guessed in drafts]
         logits, likeliest, reported = take_prompt_rows(plan.chunks, counts, logits, self.model.likeliest, self.sampler)
         sampling = [
@@ -91,7 +94,7 @@ class TorchRunner:
         samples = Verifier(self.sampler, logits, likeliest).samples(sequences, guesses)
         num_drafted = tuple(len(guessed) for guessed in guesses)
         verify_s = time.perf_counter() - drafted
-        return StepResult(samples, forward_s, reported, num_drafted, drafted - began, verify_s)
+        return StepResult(samples, forward_s, reported, num_drafted, drafted - began, verify_s, device_s)
 
     def _drafts(self, chunks: ListLike[Chunk]) -> list[ListLike[int]]:
         """Of each chunk."""

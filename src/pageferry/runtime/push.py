@@ -22,11 +22,12 @@ from pageferry.core.errors import (
 )
 from pageferry.core.handoff_tables import SenderState
 from pageferry.core.layout import PageKey, Place
-from pageferry.core.page_io import PageSource
+from pageferry.core.page_io import DeviceClock, PageSource
 from pageferry.core.plan import SampledToken
 from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.carriers import INLINE, SHM, Batch, Carrier, InlineCarrier, StagedCarrier, cut
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
+from pageferry.runtime.device_spans import CopyTimes
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.frames import TRANSPORT, describe_pages, describe_timing, sealed
@@ -55,6 +56,7 @@ class PushParts:
     regions: SharedRegions = field(default_factory=SharedRegions)
     clock: Callable[[], float] = time.monotonic
     on_over: Callable[[PushFigures], None] = lambda figures: None
+    device: DeviceClock | None = None  # that the pages are on
 
 
 class PushClient:
@@ -94,6 +96,7 @@ class PushClient:
         self.failure: PageferryError | None = None  # what ended the push
         self._compute_has_ended = False
         self._stalled_s = 0.0
+        self._times = CopyTimes(parts.device)
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -236,7 +239,8 @@ class PushClient:
         carrier, source = self._carrier, self._parts.source
 
         def read() -> list[bytes]:
-            return [carrier.read(source, batch, room) for batch, room in zip(batches, rooms, strict=True)]
+            with self._times.counted():
+                return [carrier.read(source, batch, room) for batch, room in zip(batches, rooms, strict=True)]
 
         copying = self._parts.executor.submit(read)
         # In this order, so that pages are given back before their message is sent.
@@ -326,6 +330,7 @@ class PushClient:
             stats = self._sender.stats
             describe_pages(self._span, self._parts.source.layout, stats.pages, stats.bytes)
             describe_timing(self._span, stats, self._stalled_s)
+            self._span.set_attributes(self._times.attributes)
             end_span(self._span, grpc.StatusCode.OK)
         else:
             failure = self.failure or AbortedError("the push was given up", reason="PUSH_ABORTED")

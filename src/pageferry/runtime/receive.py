@@ -17,10 +17,11 @@ from pageferry.core.errors import (
     invalid,
 )
 from pageferry.core.handoff import Arrivals
-from pageferry.core.page_io import PageSink
+from pageferry.core.page_io import DeviceClock, PageSink
 from pageferry.core.plan import SampledToken
 from pageferry.runtime.carriers import INLINE, SHM
 from pageferry.runtime.convert import layout_from_proto, token_from_proto
+from pageferry.runtime.device_spans import CopyTimes
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.frames import (
     TRANSPORT,
@@ -52,13 +53,16 @@ class PageReceiver(page_pb2_grpc.PageServiceServicer):
         config: HandoffConfig | None = None,
         regions: OwnRegions | None = None,
         on_over: Callable[[PushFigures], None] = lambda figures: None,
+        clock: DeviceClock | None = None,
     ) -> None:
+        """`clock` is of the device that the sink's pages are on."""
         config = config or HandoffConfig()
         self._desk = desk
         self._sink = sink
         self._executor = executor
         self._on_over = on_over
         self._transport = config.transport
+        self._clock = clock
         self._regions = regions if regions is not None else OwnRegions(executor, config.lease_ms / 1000)
 
     async def Push(  # type: ignore[override]  # noqa: N802 - a coroutine that reads and writes by itself
@@ -71,7 +75,9 @@ class PageReceiver(page_pb2_grpc.PageServiceServicer):
             raise _no_shared_memory("the sender asks for none")
         opening = request.open
         grant = await self._desk.open(opening.ticket, opening.request_id, layout_from_proto(opening.layout))
-        receipt = _Receipt(grant, self._desk, self._sink, self._executor, must_share=self._transport == SHM)
+        receipt = _Receipt(
+            grant, self._desk, self._sink, self._executor, CopyTimes(self._clock), must_share=self._transport == SHM
+        )
         error: PageferryError | None = AbortedError("the sender broke the push off", reason="PUSH_BROKEN")
         try:
             if self._transport != INLINE and opening.HasField("staging"):
@@ -91,12 +97,20 @@ class _Receipt:
     """One push after Open: one task reads messages, another copies and acknowledges what has come."""
 
     def __init__(
-        self, grant: Grant, desk: TicketDesk, sink: PageSink, executor: ThreadPoolExecutor, *, must_share: bool
+        self,
+        grant: Grant,
+        desk: TicketDesk,
+        sink: PageSink,
+        executor: ThreadPoolExecutor,
+        times: CopyTimes,
+        *,
+        must_share: bool,
     ) -> None:
         self._grant = grant
         self._desk = desk
         self._sink = sink
         self._executor = executor
+        self._times = times
         self._must_share = must_share
         self._regions: OwnRegions | None = None
         self._region: OwnRegion | None = None
@@ -136,6 +150,7 @@ class _Receipt:
         """Put the push's figures onto its span."""
         describe_pages(span, self._sink.layout, len(self._arrived), self._num_bytes)
         span.set_attribute(TRANSPORT, self._transport)
+        span.set_attributes(self._times.attributes)
 
     def figures(self, error: PageferryError | None) -> PushFigures:
         failure = error.reason if error is not None else None
@@ -223,7 +238,8 @@ class _Receipt:
     def _copy(self, arrivals: Sequence[Arrival]) -> int:
         """On the transfer thread; returns the bytes copied."""
         places = self._grant.places
-        return sum(copy_arrival(arrival, [places[key] for key in arrival.keys], self._sink) for arrival in arrivals)
+        with self._times.counted():
+            return sum(copy_arrival(arrival, [places[key] for key in arrival.keys], self._sink) for arrival in arrivals)
 
 
 def _no_shared_memory(why: str) -> FailedPreconditionError:

@@ -12,7 +12,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import Link, Span, SpanKind, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.config import TelemetryConfig, collector_of
@@ -148,8 +148,9 @@ def record_span(
     start_ns: int,
     end_ns: int,
     attributes: Mapping[str, AttributeValue],
+    links: Sequence[Link] = (),
 ) -> Span:
     """A span of something that is over; times are wall-clock nanoseconds. Its parent is the context's span."""
-    span = tracer.start_span(name, context, SpanKind.INTERNAL, attributes, start_time=start_ns)
+    span = tracer.start_span(name, context, SpanKind.INTERNAL, attributes, links, start_time=start_ns)
     span.end(max(start_ns, end_ns))
     return span

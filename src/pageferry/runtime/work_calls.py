@@ -2,30 +2,38 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence as ListLike
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time_ns
 from typing import Any, Generic, Protocol, TypeVar
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Tracer
+from opentelemetry.trace import Link, Tracer, get_current_span
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.constraint import Constraint
 from pageferry.core.errors import AlreadyExistsError, FailedPreconditionError, PageferryError, UnavailableError
 from pageferry.core.sampling import Grammar
 from pageferry.core.sequence import Sequence, WorkItem
+from pageferry.runtime.device_spans import device_attributes
 from pageferry.runtime.engine_thread import EngineThread, Stepper
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.telemetry import record_span
-from pageferry.runtime.worker_step import ChunkDone
+from pageferry.runtime.worker_step import ChunkDone, StepDone
 
 MAX_PROFILE_CHARACTERS = 64
 
-Call = TypeVar("Call")
+
+class HasParent(Protocol):
+    """A call, whose spans are below that of the context."""
+
+    parent: Context
+
+
+Call = TypeVar("Call", bound=HasParent)
 Event = TypeVar("Event")
 
 
@@ -40,6 +48,7 @@ class WorkCalls(ABC, Generic[Call, Event]):
 
     engine_type: type[EngineThread[Any]] = EngineThread  # another one where there is no thread, as in simulations
     constraints: ConstraintSource | None = None  # set by who joins the worker with a tokenizer
+    device_name: str = ""  # that the model is on, for spans; set by who joins the worker with it
 
     def __init__(self, step: Stepper[Event], tracer: Tracer, publisher: Publisher, clock: Callable[[], float]) -> None:
         self._publisher = publisher
@@ -89,7 +98,25 @@ class WorkCalls(ABC, Generic[Call, Event]):
 
     def _record_chunk(self, parent: Context, chunk: ChunkDone) -> None:
         attributes = {"pageferry.chunk.start": chunk.start, "pageferry.chunk.tokens": chunk.num_tokens}
-        self._spans.record("prefill.chunk", parent, chunk.started, chunk.ended, attributes)
+        device = device_attributes(self.device_name, chunk.device_s)
+        self._spans.record("prefill.chunk", parent, chunk.started, chunk.ended, {**attributes, **device})
+
+    def _record_step(self, name: str, step: StepDone) -> None:
+        """A trace of its own, linked to its requests' that are sampled, if there are any."""
+        contexts = [get_current_span(self._calls[one].parent) for one in step.sequences if one in self._calls]
+        sampled = [span.get_span_context() for span in contexts if span.get_span_context().trace_flags.sampled]
+        if not sampled:
+            return
+        attributes = {
+            "pageferry.step.sequences": len(step.sequences),
+            "pageferry.step.tokens": step.num_tokens,
+            "pageferry.step.prompt_tokens": step.num_prompt_tokens,
+            "pageferry.step.preempted": step.num_preempted,
+            "pageferry.step.pages_used": step.num_pages_used,
+            "pageferry.forward_ms": step.forward_s * 1000,
+            **device_attributes(self.device_name, step.device_s),
+        }
+        self._spans.record(name, Context(), step.started, step.ended, attributes, [Link(one) for one in sampled])
 
     def _log(self, event: str, sequence: Sequence, error: PageferryError) -> None:
         request_id = sequence.work.request_id
@@ -130,10 +157,16 @@ class PastSpans:
         self._clock = clock
 
     def record(
-        self, name: str, parent: Context, start: float, end: float, attributes: Mapping[str, AttributeValue]
+        self,
+        name: str,
+        parent: Context,
+        start: float,
+        end: float,
+        attributes: Mapping[str, AttributeValue],
+        links: ListLike[Link] = (),
     ) -> None:
         wall = time_ns() - int(self._clock() * 1e9)
-        record_span(self._tracer, name, parent, wall + int(start * 1e9), wall + int(end * 1e9), attributes)
+        record_span(self._tracer, name, parent, wall + int(start * 1e9), wall + int(end * 1e9), attributes, links)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from pageferry.core.errors import invalid
 from pageferry.core.layout import CacheLayout
 from pageferry.core.limits import ModelLimits
 from pageferry.core.model_config import ModelConfig
-from pageferry.core.page_io import PageSink, PageSource
+from pageferry.core.page_io import DeviceClock, PageSink, PageSource
 from pageferry.core.plan import Runner
 from pageferry.core.pools import PagePools
 from pageferry.runtime.background import in_background
@@ -49,7 +49,7 @@ class WorkerParts:
     clock: Callable[[], float] = time.monotonic
 
 
-class PageStore(PageSource, PageSink, Protocol):
+class PageStore(PageSource, PageSink, DeviceClock, Protocol):
     """A pool's bytes."""
 
 
@@ -121,6 +121,7 @@ class WorkerMain(ABC, Generic[Worker]):
         limits = ModelLimits(engine.model_config.vocab_size, engine.model_config.max_positions)
         pools = PagePools(engine.layout, engine.num_pages, engine.num_tails)
         self._loaded = worker = self.join(engine, pools, limits, parts)
+        worker.device_name = engine.pages.device_name
         worker.start()
         _log_progress("warming up")
         await worker.engine.call(engine.warm_up)

@@ -53,6 +53,8 @@ def check(config: ModelConfig, layout: CacheLayout, device: str, tolerance: floa
     on_host, on_device = pools(layout, device)
     for result, reference in zip(logits(tested, on_device), logits(expected, on_host), strict=True):
         assert relative_error(result, reference) <= tolerance
+    is_timed = tested.device_s is not None and 0 < tested.device_s < 60
+    assert is_timed == (tested.device.type == "cuda"), tested.device_s
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -34,6 +34,8 @@ def test_bytes_are_those_of_the_processors_pools(device: str) -> None:
         key, num_layers = PageKey(place.group, 5, place.is_tail), len(GROUPS[place.group].layers)
         assert tested.read(key, place, 0, num_layers) == expected.read(key, place, 0, num_layers)
         assert tested.read(key, place, num_layers - 1, 1) == expected.read(key, place, num_layers - 1, 1)
+    is_timed = tested.copied_s is not None and 0 < tested.copied_s < 60
+    assert is_timed == bool(tested.device_name) == (tested.device.type == "cuda")
 
 
 def test_a_page_goes_from_one_pool_to_another_from_any_thread(device: str) -> None:
