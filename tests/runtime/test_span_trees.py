@@ -1,7 +1,7 @@
 """Spans as trees: when a trace is whole, and its spans as plain objects."""
 
 import pytest
-from fake_trace import example
+from fake_trace import example, span
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.runtime import span_trees
@@ -22,6 +22,13 @@ def test_a_trace_is_whole_when_every_call_has_both_ends(lost: int | None) -> Non
                 break
     is_leaf = lost in (2, 6, 9, 11)  # spans of which nothing else tells
     assert span_trees.is_whole(data) == (lost is None or is_leaf)
+
+
+def test_steps_beside_it_make_no_trace_less_whole() -> None:
+    data = example()
+    data.resource_spans[0].scope_spans[0].spans.append(span((77, 0), "decode.step", "", (-1, 2)))
+    assert span_trees.is_whole(data)
+    assert [entry["name"] for entry in span_trees.as_json(data)][:2] == ["decode.step", "pageferry.request"]
 
 
 def test_json_has_the_same_order() -> None:

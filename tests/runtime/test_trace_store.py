@@ -105,6 +105,20 @@ def test_a_span_that_is_sent_again_is_there_once() -> None:
     assert names(store.get("")) == [("r", "pageferry.request"), ("r", "queue")]
 
 
+def test_a_step_is_kept_with_the_traces_of_its_requests_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_store, "MAX_STEP_SPANS", 3)
+    store = TraceStore(2)
+    for number in (1, 2):
+        store.add([group("router", a_span(trace_id(number), "pageferry.request", f"req-{number}"))])
+    steps = [a_span(trace_id(50 + number), "decode.step") for number in range(5)]
+    for step in steps:
+        step.links.extend(Span.Link(trace_id=trace_id(number), span_id=b"12345678") for number in (1, 9))
+    assert store.add([group("decode", *steps)]) == store.add([group("decode", *steps[:1])]) == 0
+    assert names(store.get("req-1")) == [("router", "pageferry.request"), *2 * [("decode", "decode.step")]]
+    assert names(store.get("req-2")) == [("router", "pageferry.request")]
+    assert len(store) == 2
+
+
 def test_spans_without_a_proper_trace_id_are_rejected() -> None:
     store = TraceStore(2)
     assert store.add([group("r", a_span(b"short", "x"))]) == 1

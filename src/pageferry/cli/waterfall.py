@@ -38,6 +38,12 @@ _SHOWN = {
     "pageferry.steps": "steps",
     "pageferry.preemptions": "preemptions",
     "pageferry.first_step_ms": "first_step",
+    "pageferry.step.sequences": "sequences",
+    "pageferry.step.tokens": "tokens",
+    "pageferry.step.pages_used": "pages_used",
+    "pageferry.device": "device",
+    "pageferry.device_ms": "device_time",
+    "pageferry.first_step_device_ms": "first_step_device_time",
 }
 _SECONDS = ("time_to_first_token", "time_per_output_token")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, Status, TracesData
 
-from pageferry.runtime.trace_store import REQUEST_SPAN
+from pageferry.runtime.trace_store import REQUEST_SPAN, STEP_SPANS
 
 Value = str | float | bool | list[str]
 
@@ -51,7 +51,7 @@ def trees(data: TracesData) -> list[Node]:
 
 def is_whole(data: TracesData) -> bool:
     """Whether the request's span is there, every parent is, and the other end of every call."""
-    roots = trees(data)
+    roots = [root for root in trees(data) if root.name not in STEP_SPANS]
     if [root.name for root in roots] != [REQUEST_SPAN]:
         return False
     calls = [node for _, node in roots[0].walk() if node.kind == "client"]

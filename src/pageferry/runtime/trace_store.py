@@ -22,9 +22,11 @@ from pageferry.core.errors import NotFoundError, ResourceExhaustedError
 
 REQUEST_SPAN = "pageferry.request"
 REQUEST_ID = "pageferry.request_id"
+STEP_SPANS = frozenset({"prefill.step", "decode.step"})  # each a trace of its own, linked to its requests'
 ERROR_TYPE = "error.type"
 TRACE_ID_BYTES = 16
 MAX_SPANS_PER_TRACE = 2048
+MAX_STEP_SPANS = MAX_SPANS_PER_TRACE // 2  # from so many spans on no step is kept with a trace: others are to come
 MAX_EXPORT_BYTES = 4 * 2**20
 # How requests end that nothing here has failed: their caller left or asked for what can't be, or there were too many.
 _NO_FAULT = {
@@ -134,6 +136,9 @@ class TraceStore(sdk.SpanProcessor):
     def _add_span(self, key: bytes, resource: Resource, span: Span) -> bool:
         if len(span.trace_id) != TRACE_ID_BYTES:
             return False
+        if span.name in STEP_SPANS:
+            self._add_step(key, resource, span)
+            return True
         trace = self._pop(span.trace_id)
         is_known = span.span_id in trace.resources.get(key, (resource, {}))[1]  # the answer to the first time was lost
         texts = {entry.key: entry.value.string_value for entry in span.attributes}
@@ -147,6 +152,18 @@ class TraceStore(sdk.SpanProcessor):
             trace.resources.setdefault(key, (resource, {}))[1][span.span_id] = kept
         self._put(span.trace_id, trace)
         return is_taken
+
+    def _add_step(self, key: bytes, resource: Resource, step: Span) -> None:
+        """Keep it with the traces that it is linked to, as far as they are here: traces of steps would push all out."""
+        kept = Span()
+        kept.CopyFrom(step)
+        for trace_id in {link.trace_id for link in step.links}:
+            places = (traces[trace_id] for traces in (self._live, self._past, self._notable) if trace_id in traces)
+            trace = next(places, None)
+            if trace is not None and trace.num_spans < MAX_STEP_SPANS:
+                spans = trace.resources.setdefault(key, (resource, {}))[1]
+                trace.num_spans += step.span_id not in spans
+                spans[step.span_id] = kept
 
     def _takes(self, trace_id: bytes, trace: _Trace, request_id: object) -> bool:
         """Count another span, and know its trace by its request; False where the trace is full."""
