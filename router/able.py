@@ -1,12 +1,11 @@
 """Which workers could take a request, now or later, and why none can."""
 
-from collections.abc import Sequence
 
 from pageferry.core.errors import FailedPreconditionError, PageferryError, UnavailableError
 from pageferry.router.ask import Ask
-from pageferry.router.candidates import DecodeState, PrefillState
+from pageferry.router.candidates import PrefillState
 from pageferry.router.fleet import Fleet
-from pageferry.router.states import capacity_tokens, decode_state, may_hold, prefill_state
+from pageferry.router.states import capacity_tokens, may_hold, prefill_state
 from pageferry.router.workers import Role, Worker
 
 RETRY_AFTER_MS = 1000  # once no worker is there
@@ -34,10 +33,9 @@ class AbleWorkers:
         able = [worker for worker in self._able_decodes(ask) if worker.is_ready]
         return [worker for worker in able if may_hold(worker, ask.demand.num_stored)]
 
-    def states(self, ask: Ask, decodes: Sequence[Worker]) -> tuple[list[PrefillState], list[DecodeState]]:
+    def prefill_states(self, ask: Ask) -> list[PrefillState]:
         priority = ask.demand.priority
-        prefills = [prefill_state(worker, ask.cached_tokens(worker), priority) for worker in self.prefills(ask)]
-        return prefills, [decode_state(worker, ask.cached_tokens(worker)) for worker in decodes]
+        return [prefill_state(worker, ask.cached_tokens(worker), priority) for worker in self.prefills(ask)]
 
     def why_hopeless(self, ask: Ask) -> PageferryError | None:
         """Why it waits in vain; None where it doesn't."""

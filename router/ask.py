@@ -83,7 +83,7 @@ class Ask(Queued):
         """How many of its tokens the worker has in its cache and would not compute, or be sent, again."""
         layout = worker.view.layout
         assert layout is not None, "a ready worker has a layout"
-        key = layout.cache_key()
+        key = layout.cache_key
         hashes = self.hashes.get(key, [])
         if len(hashes) < len(self.token_ids) // layout.page_size:
             hashes = page_hashes(self.token_ids, layout.page_size, salt=self.cache_salt, layout_key=key, known=hashes)

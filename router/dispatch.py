@@ -18,7 +18,7 @@ from pageferry.router.lanes import Lanes
 from pageferry.router.policy import Settings, choose
 from pageferry.router.profiles import Profiles
 from pageferry.router.queue import RequestQueue
-from pageferry.router.states import decode_state, num_active, num_slots
+from pageferry.router.states import decode_state, decode_states, num_active, num_slots
 from pageferry.router.workers import Role, Worker
 from pageferry.runtime.logs import log
 from pageferry.v1.inference_pb2 import ProfileStatus
@@ -120,7 +120,7 @@ class Dispatcher:
         for late in self._queue.expire(self._clock()):
             _fail(late, self._late(late))
         decodes = self._fleet.ready(Role.DECODE)
-        self._profiles.look(len(self._queue), _share(decodes))
+        self._profiles.look(len(self._queue), lambda: _share(decodes))
         awaited: set[Worker] = set()  # decode workers that those before wait for
         for ask in self._queue.waiting():
             if self._lanes.holds(ask):
@@ -141,14 +141,14 @@ class Dispatcher:
 
         Raises the PageferryError of one that waits in vain.
         """
-        hopeless = self._able.why_hopeless(ask)
-        if hopeless is not None:
-            raise hopeless
         kept = awaited | self._lanes.reserved(ask, decodes)
         grant = self._grant(ask, kept)
         if grant is None:
+            hopeless = self._able.why_hopeless(ask)
+            if hopeless is not None:
+                raise hopeless
             others = [worker for worker in self._able.decodes(ask) if worker not in kept]
-            states = self._able.states(ask, others)[1]
+            states = decode_states(ask, others)
             headroom = self._settings.headroom_pages
             awaited.update(others)
             rooms = [state.has_room(ask.demand, headroom) or state.may_make_room(ask.demand) for state in states]
@@ -169,7 +169,7 @@ class Dispatcher:
     def _check_deadline(self, ask: Ask) -> None:
         if ask.deadline is None:
             return
-        states = self._able.states(ask, self._able.decodes(ask))
+        states = self._able.prefill_states(ask), decode_states(ask, self._able.decodes(ask))
         expected = forecast(ask.demand, *states, self._queue.num_before(ask), self._queue.pace.gap_s)
         expected.check(ask.deadline - self._clock())
 
@@ -183,11 +183,12 @@ class Dispatcher:
         began = self._clock()
         decodes = [worker for worker in self._able.decodes(ask) if not worker.view.refusing and worker not in kept]
         others = [worker for worker in decodes if ask.may_use(worker)]
-        route = choose(ask.demand, *self._able.states(ask, others), self._settings)
+        prefills = self._able.prefill_states(ask)
+        route = choose(ask.demand, prefills, decode_states(ask, others), self._settings)
         if route is None and len(others) < len(decodes):
             # One that failed it is there all the same, so that its fault may have passed. Waiting here for another one
             # would hold up all that wait behind.
-            route = choose(ask.demand, *self._able.states(ask, decodes), self._settings)
+            route = choose(ask.demand, prefills, decode_states(ask, decodes), self._settings)
         if route is None:
             return None
         by_address = {worker.address: worker for worker in self._fleet.workers}

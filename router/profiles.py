@@ -81,11 +81,13 @@ class Profiles:
         """By the name that is asked for."""
         return dict(self._effective)
 
-    def look(self, queued: int, busy: float) -> None:
+    def look(self, queued: int, busy: Callable[[], float]) -> None:
         """Take the file over if it has changed, and switch if rules want to."""
         if self._file is not None:
             self._file.look(self._use_again, self._refuse)
-        reading = Reading(queued, busy, self._wall_clock(), self._clock())
+        if not any(self._switches.values()):
+            return
+        reading = Reading(queued, busy(), self._wall_clock(), self._clock())
         for name, switches in self._switches.items():
             for switch in switches:
                 switch.look(reading)

@@ -1,7 +1,8 @@
 """Workers as the policy sees them: their last load report, and what was sent to them since."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from pageferry.router.ask import Ask
 from pageferry.router.candidates import DecodeState, PrefillState
 from pageferry.router.fleet import Fleet
 from pageferry.router.room import Limits
@@ -52,6 +53,10 @@ def decode_state(worker: Worker, cached_tokens: int) -> DecodeState:
         capacity_tokens=view.capacity_tokens(),
         least_priority=load.least_priority if load.HasField("least_priority") else None,
     )
+
+
+def decode_states(ask: Ask, workers: Iterable[Worker]) -> list[DecodeState]:
+    return [decode_state(worker, ask.cached_tokens(worker)) for worker in workers]
 
 
 def num_active(worker: Worker) -> int:

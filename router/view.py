@@ -44,6 +44,7 @@ class WorkerView:
         self.draining = False
         self.refusing = False  # it has refused work since its last load report
         self.has_failed = False  # it has failed a request since it was started
+        self._capacity_tokens: int | None = None  # by the last load report, once asked for
         self._next_sequence = 1
         self._cached: set[bytes] = set()
         self._dispatched: dict[Dispatched, None] = {}
@@ -94,6 +95,7 @@ class WorkerView:
 
     def _take_load(self, load: WorkerLoad) -> None:
         assert self.layout is not None, "a snapshot comes first"
+        self._capacity_tokens = None
         num_pools = len(self.layout.groups) + self.layout.format.has_tails
         if max(1, len(load.pools)) != num_pools:
             raise invalid("load.pools", len(load.pools), f"must be {num_pools}, for the layout's groups and tails")
@@ -120,6 +122,11 @@ class WorkerView:
 
     def capacity_tokens(self) -> int:
         """Most tokens that a sequence can have for its pages to fit, as far as the model goes."""
+        if self._capacity_tokens is None:
+            self._capacity_tokens = self._capacity()
+        return self._capacity_tokens
+
+    def _capacity(self) -> int:
         assert self.layout is not None and self.snapshot is not None, "a ready worker has been seen"
         most, page_size = self.snapshot.max_model_tokens, self.layout.page_size
         for group, pool in zip(self.layout.groups, self.pools, strict=False):

@@ -91,8 +91,8 @@ OTHERS = [
 
 
 def test_another_layout_has_another_cache_key() -> None:
-    assert len({layout.cache_key() for layout in [WORKER, *OTHERS]}) == 8
-    assert replace(WORKER).cache_key() == WORKER.cache_key()
+    assert len({layout.cache_key for layout in [WORKER, *OTHERS]}) == 8
+    assert replace(WORKER).cache_key == WORKER.cache_key
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_longest_hit_is_found(groups: str, missing: list[frozenset[int]], li
     of = layout(B, groups)
     pools = PagePools(of, [NUM_PAGES] * len(of.groups))
     one = sequence(prompt(NUM_PAGES * B))
-    hashes = page_hashes(one.token_ids, B, salt="", layout_key=of.cache_key())
+    hashes = page_hashes(one.token_ids, B, salt="", layout_key=of.cache_key)
     for pool, absent in zip(pools.groups, missing, strict=False):
         pages = pool.allocate(NUM_PAGES) or []
         for index in range(NUM_PAGES):

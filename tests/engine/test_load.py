@@ -65,7 +65,7 @@ def test_the_fingerprint_tells_models_apart(tiny_model: Path, tmp_path: Path) ->
 def test_pages_of_other_weights_under_the_same_name_are_never_found(tmp_path: Path) -> None:
     engines = [load(write_tiny_model(tmp_path / str(seed) / "model", seed=seed), "int8") for seed in range(2)]
     assert len({engine.model_config.name for engine in engines}) == 1
-    hashes = [page_hashes(range(4, 104), 16, salt="", layout_key=engine.layout.cache_key()) for engine in engines]
+    hashes = [page_hashes(range(4, 104), 16, salt="", layout_key=engine.layout.cache_key) for engine in engines]
     assert not set(hashes[0]) & set(hashes[1])
     with pytest.raises(FailedPreconditionError, match="fingerprint"):
         engines[0].layout.check_ships_to(engines[1].layout, ours="P", theirs="D")

@@ -53,7 +53,7 @@ def use(view: WorkerView) -> None:
     if view.snapshot is None:
         return
     assert view.layout is not None
-    view.layout.cache_key()
+    assert view.layout.cache_key
     assert len(view.available_pages) == len(view.pools)
     view.capacity_tokens()
     view.cached_tokens([b"h" * 16])

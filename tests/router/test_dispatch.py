@@ -72,7 +72,7 @@ async def test_priority_goes_before_length(rig: Make) -> None:
 
 async def test_what_is_cached_does_not_count_as_long(rig: Make) -> None:
     async with rig(ageing=0.001) as router:
-        hashes = page_hashes([200] * 200, LAYOUT.page_size, salt="", layout_key=LAYOUT.cache_key())
+        hashes = page_hashes([200] * 200, LAYOUT.page_size, salt="", layout_key=LAYOUT.cache_key)
         router.decode.hub.publish_cache(hashes, [])
         await router.until(lambda: router.fleet.workers[-1].view.num_cached_pages > 0)
         assert await in_order(router, ask(40, first_id=201), ask(200)) == [200, 40]

@@ -271,7 +271,7 @@ def test_the_file_is_read_again_and_a_wrong_one_changes_nothing(
         path.write_text(text)
         os.utime(path, ns=(0, round(clock.now * 1e9)))
         clock.now += CHECK_S
-        profiles.look(0, 0.0)
+        profiles.look(0, lambda: 0.0)
 
     change("[profiles.vip]\nmax_running = 3")
     assert profiles.now(came).max_running == 3
@@ -296,7 +296,7 @@ def test_a_profile_switches_by_load_and_back_on_the_clocks_that_it_is_given(tmp_
 
     def look(now: float, queued: int) -> list[str]:
         clock.now = now
-        profiles.look(queued, 0.0)
+        profiles.look(queued, lambda: 0.0)
         return [profiles.choose(name).profile.name for name in ("throughput", "interactive")]
 
     assert look(0, 11) == ["throughput", "interactive"]

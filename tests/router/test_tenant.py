@@ -85,7 +85,7 @@ async def test_a_request_goes_where_its_own_pages_are(tiny_model: Path, authoriz
     async with Rig(str(tiny_model), Script(range(100, 140)), num_prefill=3, router=router_config) as router:
         for worker, tenant in zip(router.prefills, ([], ONE, TWO), strict=True):
             salt = Salts("secret").of(tenant)
-            stored = page_hashes(prompt, LAYOUT.page_size, salt=salt, layout_key=LAYOUT.cache_key())
+            stored = page_hashes(prompt, LAYOUT.page_size, salt=salt, layout_key=LAYOUT.cache_key)
             worker.hub.publish_cache(stored, [])
         await router.until(lambda: all(worker.view.num_cached_pages for worker in router.fleet.workers[:3]))
         request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))

@@ -188,11 +188,6 @@ class CacheLayout:
         """Of a page table."""
         return -(-num_tokens // self.page_size)
 
-    def cache_key(self) -> bytes:
-        """What the prefix cache mixes into its hashes, so that pages of another kind never match."""
-        text = "/".join(f"{name}={value}" for name, value in self._values)
-        return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
     def ships_to(self, other: "CacheLayout") -> bool:
         """Whether a sender of these pages can fill the other's: they are equal, or it can convert its format."""
         pairs = zip(self._values, other._values, strict=True)
@@ -212,6 +207,12 @@ class CacheLayout:
         ]
         if differences:
             raise FailedPreconditionError("page layouts differ: " + "; ".join(differences), reason="LAYOUT_MISMATCH")
+
+    @cached_property  # since routers ask for each request
+    def cache_key(self) -> bytes:
+        """What the prefix cache mixes into its hashes, so that pages of another kind never match."""
+        text = "/".join(f"{name}={value}" for name, value in self._values)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     @cached_property  # since routers ask at every change of a load
     def _values(self) -> list[tuple[str, str]]:

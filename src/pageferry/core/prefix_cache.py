@@ -18,7 +18,7 @@ class PrefixCache:
     def __init__(self, pools: PagePools, layout: CacheLayout, *, is_on: bool) -> None:
         self._groups: tuple[tuple[CacheGroup, PagePool], ...] = tuple(zip(layout.groups, pools.groups, strict=True))
         self._page_size = layout.page_size
-        self._layout_key = layout.cache_key()
+        self._layout_key = layout.cache_key
         self._is_on = is_on
 
     def num_hit(self, sequence: Sequence, limit: int, start: int | None = None) -> int:

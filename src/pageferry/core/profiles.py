@@ -63,8 +63,9 @@ class Profile:
 
 def is_accepted(page_format: PageFormat, accepted: tuple[PageFormat, ...]) -> bool:
     """Whether the format is one of these, or keeps keys as one of them and values as another; none accepts any."""
-    sides = [PageFormat(side, side) for side in (page_format.k, page_format.v)]
-    return not accepted or page_format in accepted or all(side in accepted for side in sides)
+    if not accepted or page_format in accepted:
+        return True
+    return all(PageFormat(side, side) in accepted for side in (page_format.k, page_format.v))
 
 
 INTERACTIVE = Profile("interactive")

@@ -141,10 +141,12 @@ class TraceStore(sdk.SpanProcessor):
             return True
         trace = self._pop(span.trace_id)
         is_known = span.span_id in trace.resources.get(key, (resource, {}))[1]  # the answer to the first time was lost
-        texts = {entry.key: entry.value.string_value for entry in span.attributes}
+        texts: dict[str, str] = {}
+        if is_request := span.name == REQUEST_SPAN:
+            texts = {entry.key: entry.value.string_value for entry in span.attributes}
         is_taken = is_known or self._takes(span.trace_id, trace, texts.get(REQUEST_ID))
         if is_taken and not is_known:
-            if span.name == REQUEST_SPAN:
+            if is_request:
                 seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
                 self._note_end(span.trace_id, trace, seconds, texts.get(ERROR_TYPE))
             kept = Span()
