@@ -12,7 +12,8 @@ from sim.nodes import Settings
 from sim.world import CANCELLED, OK, Request, World, simulate
 from streams import prompt_of
 
-from pageferry.core.config import RouterConfig, SchedulerConfig
+from pageferry.core.config import SchedulerConfig
+from pageferry.router.workers import Role
 
 TTFT = "pageferry_time_to_first_token_seconds"
 FIRST_TOKENS = pytest.mark.field(
@@ -41,7 +42,11 @@ async def check_first_tokens(world: World, requests: Sequence[Request]) -> None:
     assert value(world, f"{TTFT}_sum") == pytest.approx(sum(told))
 
 
-def request_of(number: int, num_prompt: int = 40, num_tokens: int = 5) -> Request:
+def scheduler_of(max_num_seqs: int) -> SchedulerConfig:
+    return SchedulerConfig(chunk_tokens=64, local_chunk_tokens=64, headroom_pages=0, max_num_seqs=max_num_seqs)
+
+
+def request_of(number: int, num_prompt: int = 60, num_tokens: int = 5) -> Request:
     return Request(f"r{number}", [1 + number, *range(2, num_prompt + 1)], num_tokens)
 
 
@@ -50,7 +55,7 @@ def test_each_time_to_first_token_is_what_the_client_sees() -> None:
     """One after the other, and ten at once; prompts in one chunk and in many; one that is cancelled before."""
 
     async def scenario(world: World) -> None:
-        requests = [world.ask(request_of(number, num_prompt)) for number, num_prompt in enumerate((8, 200))]
+        requests = [world.ask(request_of(number, num_prompt)) for number, num_prompt in enumerate((60, 300))]
         gone = world.ask(request_of(99, 200))
         await world.until(lambda: bool(gone.answer.started), 10, "the last one is begun")
         assert gone.task is not None
@@ -63,13 +68,12 @@ def test_each_time_to_first_token_is_what_the_client_sees() -> None:
         requests += [world.ask(request_of(number)) for number in range(10, 20)]
         await check_first_tokens(world, requests)
 
-    simulate(scenario)
+    simulate(scenario, settings=Settings(num_pages=256, scheduler=scheduler_of(8)))
 
 
 @FIRST_TOKENS
 def test_the_wait_in_the_queue_is_in_the_time_to_first_token() -> None:
     """Fifty at once, where one is served at a time."""
-    scheduler = SchedulerConfig(chunk_tokens=64, local_chunk_tokens=64, headroom_pages=0, max_num_seqs=1)
 
     async def scenario(world: World) -> None:
         requests = [world.ask(request_of(number)) for number in range(50)]
@@ -78,19 +82,19 @@ def test_the_wait_in_the_queue_is_in_the_time_to_first_token() -> None:
         assert waits[-1] > 20 * waits[0]
         assert value(world, "pageferry_queue_seconds_sum") > 0.5 * sum(waits)
 
-    simulate(scenario, settings=Settings(scheduler=scheduler), prefill=1, decode=1)
+    simulate(scenario, settings=Settings(scheduler=scheduler_of(1)), prefill=1, decode=1)
 
 
 @FIRST_TOKENS
 def test_a_preemption_neither_repeats_nor_resets_the_time_to_first_token() -> None:
     """Two answers that together need more pages than there are."""
-    settings = Settings(num_pages=24, router=RouterConfig(local_prefill_tokens=0))
+    settings = Settings(num_pages=45, scheduler=scheduler_of(4))
 
     async def scenario(world: World) -> None:
-        requests = [world.ask(request_of(number, num_prompt=12, num_tokens=60)) for number in range(2)]
+        requests = [world.ask(request_of(number, num_tokens=60)) for number in range(2)]
         await check_first_tokens(world, requests)
-        (decode,) = world.decodes
-        assert decode.step.load().preemptions > 0
+        (decode,) = world.router.fleet.of(Role.DECODE)
+        await world.until(lambda: decode.view.load.preemptions > 0, 5, "a sequence was preempted")
 
     simulate(scenario, settings=settings, prefill=1, decode=1)
 
