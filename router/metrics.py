@@ -17,6 +17,7 @@ RETRY_STEPS = ("other_prefill", "local")  # what follows a failed prefill: anoth
 RESUME_OUTCOMES = ("resumed", "moved", "complete", "given_up")
 FIRST_TOKEN_PARTS = ("tokenize", "queue", "reserve", "prefill_queue", "prefill", "delivery")
 SECOND_TOKEN_PARTS = ("transfer_tail", "decode_queue", "first_step")
+RESULTS = {True: "met", False: "missed"}  # of an objective
 # Reasons of errors that refuse a request before it is begun; what has none of these counts by its status.
 REJECTIONS = (
     "QUEUE_FULL",
@@ -70,6 +71,7 @@ class RouterMetrics(Metrics):
         text = "Requests whose objective for the first token, or between tokens, was met or missed, by profile."
         self._objectives = counter("pageferry_slo", text, ("profile", "objective", "result"))
         text = "Switches of a profile to the one in effect."
+        self._objectives_of: dict[tuple[str, str], dict[bool, Counter]] = {}
         self._switches = counter("pageferry_profile_switches", text, ("profile", "to"))
         self._make_readings()
 
@@ -104,16 +106,16 @@ class RouterMetrics(Metrics):
         self._workers.read = lambda: _by_state(workers())
         self._refused.read = lambda: _by_misfit(workers())
 
-    def observe_parts(self, timings: Timings, exemplar: dict[str, str] | None) -> None:
+    def observe_parts(self, timings: Timings) -> None:
         """Of a request that went well."""
         for part, series in self._first_parts.items():
-            series.observe(getattr(timings, f"{part}_ms") / 1000, exemplar)
+            series.observe(getattr(timings, f"{part}_ms") / 1000)
 
-    def observe_second_token(self, timings: Timings, first_step_ms: float, exemplar: dict[str, str] | None) -> None:
+    def observe_second_token(self, timings: Timings, first_step_ms: float) -> None:
         """Of one that went well and was handed over."""
         parts_ms = (timings.transfer_tail_ms, timings.decode_queue_ms, first_step_ms)
         for series, part_ms in zip(self._second_parts.values(), parts_ms, strict=True):
-            series.observe(part_ms / 1000, exemplar)
+            series.observe(part_ms / 1000)
 
     def count_rejection(self, error: PageferryError) -> None:
         """A request got no token; whether it was refused, or failed, its error says."""
@@ -134,7 +136,11 @@ class RouterMetrics(Metrics):
 
     def count_objective(self, profile: str, objective: str, *, met: bool) -> None:
         """`profile` is one of the configuration's, `objective` is "ttft" or "token"."""
-        self._objectives.labels(profile, objective, "met" if met else "missed").inc()
+        results = self._objectives_of.get((profile, objective))
+        if results is None:  # both at once, so that a ratio of either is told
+            series = {result: self._objectives.labels(profile, objective, name) for result, name in RESULTS.items()}
+            results = self._objectives_of[profile, objective] = series
+        results[met].inc()
 
     def count_profile_switch(self, profile: str, to: str) -> None:
         """Both are names of the configuration's."""

@@ -132,7 +132,8 @@ class _Gateway:
     async def metrics(self, request: Request) -> Response:
         self.frontend.check_admin(authorization_of(request), "metrics")
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        return Response(encode(self.registry), media_type=content_type)
+        body = await asyncio.to_thread(encode, self.registry)  # it takes milliseconds, for which streams would wait
+        return Response(body, media_type=content_type)
 
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})

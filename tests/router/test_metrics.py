@@ -57,6 +57,13 @@ async def test_what_is_refused_counts_by_reason_and_what_fails_does_not(router: 
     assert values["QUEUE_FULL"] == 0
 
 
+def test_what_missed_an_objective_is_told_where_all_met_it() -> None:
+    metrics = RouterMetrics()
+    metrics.count_objective("chat", "ttft", met=True)
+    values = {sample.labels["result"]: sample.value for sample in samples(metrics, "pageferry_slo")}
+    assert values == {"met": 1, "missed": 0}
+
+
 async def test_workers_and_the_queue_are_read_when_metrics_are(tiny_model: Path) -> None:
     other = replace(LAYOUT, page_size=2 * LAYOUT.page_size)
     async with Rig(str(tiny_model), Script(TOKENS), num_decode=2, decode_layouts=[other], wait_ready=False) as router:
