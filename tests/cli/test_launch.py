@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from loopback import free_port
 
 from pageferry.cli import up
 from pageferry.cli.launch import plan, to_toml
@@ -81,6 +82,15 @@ def test_devices_go_round_the_workers_of_a_role(tiny_model: Path) -> None:
     assert [config.engine.device for config in launch.workers.values()] == ["cuda:0", "cuda:1", "cuda:0", "cpu", "cpu"]
     with pytest.raises(InvalidArgumentError, match="--decode-devices is 'cuda:0,gpu', must be cpu or cuda:N"):
         plan(base(tiny_model), 1, 1, {}, {"decode": "cuda:0,gpu"})
+
+
+@pytest.mark.parametrize(
+    ("http_port", "page", "told"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_the_page_is_told_where_there_is_one(tiny_model: Path, http_port: bool, page: bool, told: bool) -> None:
+    port = free_port() if http_port else 0
+    config = Config(server=ServerConfig(http_port=port, page=page), engine=EngineConfig(model=str(tiny_model)))
+    assert plan(config, 1, 1, {}).page_url == (f"http://127.0.0.1:{port}/" if told else "")
 
 
 def test_metrics_ports_differ(tiny_model: Path) -> None:

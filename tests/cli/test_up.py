@@ -33,6 +33,7 @@ class FakeLaunch:
     router: Config = field(default_factory=lambda: Config(server=ServerConfig(drain_grace_s=5)))
 
     client_files: dict[str, str] = field(default_factory=dict)
+    page_url: str = "http://127.0.0.1:8080/"
 
     @property
     def workers(self) -> dict[str, str]:
@@ -108,7 +109,7 @@ async def test_a_signal_ends_it_well(number: signal.Signals, capsys: pytest.Capt
             patch.setattr(up, "_ready_line", ready_line)
             assert await asyncio.wait_for(asyncio.create_task(up._up(launch)), 10) == 0
     out, err = capsys.readouterr()
-    assert (printed, out) == (["ready"], "ready\n")
+    assert (printed, out) == (["ready"], "ready\npage: http://127.0.0.1:8080/\n")
     assert err == "stopping; answers have 5 s to end, Ctrl-C ends them now\n"
 
 

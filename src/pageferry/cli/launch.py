@@ -42,6 +42,11 @@ class Launch:
         return f"{scheme}://{_reachable(server.host)}:{server.http_port}" if server.http_port else ""
 
     @property
+    def page_url(self) -> str:
+        """Empty where the router has no page."""
+        return f"{self.http_url}/" if self.http_url and self.router.server.page else ""
+
+    @property
     def client_files(self) -> dict[str, str]:
         """What clients on this machine may show and trust, as the client library takes it: what the services do."""
         security = self.router.security

@@ -121,6 +121,8 @@ async def _up(launch: Launch) -> int:
     try:
         async with started(launch, report_all, os.environ):
             print(_ready_line(launch), flush=True)
+            if launch.page_url:
+                print(f"page: {launch.page_url}", flush=True)
             try:
                 await asyncio.Event().wait()
             finally:

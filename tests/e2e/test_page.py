@@ -1,0 +1,269 @@
+"""The router's page in a browser: against real processes, and against made-up ones for what these seldom do."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import fake_frontend as fake
+import pytest
+from browser import PICTURES, SIZES, overflow, visiting
+from cluster import Cluster
+from fake_frontend import FakeFrontend
+from fake_trace import TRACE_ID, example
+from gateway import serving
+
+from pageferry.core.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
+from pageferry.router.gateway.page import Page
+from pageferry.router.record import Record
+from pageferry.router.request_span import Timeline
+from pageferry.v1 import inference_pb2 as pb
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "Where do ferries go when nobody looks? " * 8  # several chunks of a prompt
+NAME_OF_FOCUSED = """() => {
+  const at = document.activeElement, by = at.getAttribute("aria-labelledby");
+  if (at === document.body) return null;
+  const label = by ? document.getElementById(by) : at.labels?.[0];
+  return (at.getAttribute("aria-label") ?? (label ?? at).textContent).trim();
+}"""
+HOSTILE = '"><img src=x onerror="window.hurt=1"><script>window.hurt=1</script>{{7*7}}'
+
+
+async def text_of(page: Any, selector: str) -> str:
+    return str(await page.inner_text(selector))
+
+
+async def test_chat_then_trace_then_waterfall(split: Cluster) -> None:
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    async with visiting(split.http) as page:
+        await page.wait_for_selector(".node.decode")
+        assert await page.locator(".node.prefill").count() == 1 and await page.locator(".node.decode").count() == 2
+        assert await text_of(page, "#readiness") == "ready"
+        await page.click("#ask summary")
+        await page.fill("#most", "24")
+        await page.fill("#question", QUESTION)
+        await page.press("#question", "Enter")
+        link = await page.wait_for_selector("[data-trace]")
+        assert "first token" in await text_of(page, "[data-fact=ttft]")
+        trace_id = await link.get_attribute("data-trace")
+        await page.wait_for_selector("#requests tr")
+        await link.click()
+        await page.wait_for_selector('.fall[data-span="kv.push"]')
+        await page.wait_for_function("traceData?.is_whole")
+        await check_waterfall(page, trace_id)
+        await page.keyboard.press("Escape")
+        await page.wait_for_function("!document.querySelector('#trace').open && !location.hash")
+        assert await page.evaluate("document.activeElement.dataset.trace") == trace_id
+        await page.focus("#requests tr:first-child button")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector('.fall[data-span="kv.push"]')
+        assert trace_id in await text_of(page, "#trace-title")
+        await take_pictures(page)
+
+
+async def check_waterfall(page: Any, trace_id: str) -> None:
+    """The prompt's chunks stand right above the push, and a part of it is behind their compute."""
+    await page.click("text=Hand-off")
+    names = await page.eval_on_selector_all(".fall[data-span]", "rows => rows.map(row => row.dataset.span)")
+    assert names[0] == "pageferry.request"
+    push = names.index("kv.push")
+    assert names[push - 1] == "prefill.chunk" and names[push + 1] == "kv.push"
+    rows = page.locator(".fall[data-span]")
+    chunks = [await bar.bounding_box() for bar in await rows.nth(push - 1).locator(".lane i").all()]
+    hidden = await rows.nth(push).locator(".lane i.hidden").bounding_box()
+    assert len(chunks) > 1
+    assert chunks[0]["y"] < hidden["y"]
+    assert hidden["x"] < chunks[-1]["x"] + chunks[-1]["width"]
+    assert hidden["x"] + hidden["width"] <= chunks[-1]["x"] + chunks[-1]["width"] + 2
+    await rows.nth(push).click()
+    told = await text_of(page, ".attributes")
+    assert "pageferry.handoff.pages" in told and "pageferry.handoff.hidden" in told
+    assert trace_id in await text_of(page, "#trace-title")
+
+
+async def take_pictures(page: Any) -> None:
+    for name, size in SIZES.items():
+        await page.set_viewport_size(size)
+        for theme in ("light", "dark"):
+            await page.emulate_media(color_scheme=theme)
+            await page.screenshot(path=PICTURES / f"trace-{name}-{theme}.png")
+    await page.keyboard.press("Escape")
+    for name, size in SIZES.items():
+        await page.set_viewport_size(size)
+        assert await overflow(page) <= 0
+        for theme in ("light", "dark"):
+            await page.emulate_media(color_scheme=theme)
+            await page.screenshot(path=PICTURES / f"page-{name}-{theme}.png", full_page=True)
+
+
+class Shown(FakeFrontend):
+    """A frontend whose workers, traces and refusals are made up."""
+
+    def __init__(self, script: fake.Script = fake.HELLO, model: str = "tiny") -> None:
+        super().__init__(script)
+        self.model = model
+        self.record = Record()
+        self.keys: dict[str, bool] = {}  # of callers, with whether they are admins; none: anybody may call
+        worker = pb.WorkerStatus(role="decode", address="10.0.0.1:7000", state="down", reason="it does not answer")
+        worker.load.pages_total, worker.load.pages_free = 64, 60
+        self.workers = [worker]
+
+    def check_caller(self, authorization: Sequence[str]) -> None:
+        if self.keys and "".join(authorization).removeprefix("Bearer ") not in self.keys:
+            raise UnauthenticatedError("the API key is not known", reason="UNKNOWN_API_KEY")
+
+    def check_admin(self, authorization: Sequence[str], what: str) -> None:
+        self.check_caller(authorization)
+        if self.keys and not self.keys["".join(authorization).removeprefix("Bearer ")]:
+            raise PermissionDeniedError(f"tenant acme may not ask for {what}: it is no admin", reason="NO_ADMIN")
+
+    def get_status(self, authorization: Sequence[str]) -> pb.GetStatusResponse:
+        self.check_admin(authorization, "the status")
+        return pb.GetStatusResponse(workers=self.workers, profiles=[pb.ProfileStatus(name=self.model)])
+
+    def get_trace(self, request: pb.GetTraceRequest, authorization: Sequence[str]) -> pb.GetTraceResponse:
+        self.check_admin(authorization, "traces")
+        if request.id not in (TRACE_ID.hex(), fake.TRACE_ID):
+            raise NotFoundError(f"no trace {request.id!r} is kept", reason="TRACE_NOT_FOUND")
+        return pb.GetTraceResponse(trace_id=TRACE_ID.hex(), traces_data=example().SerializeToString())
+
+    def ended(self, request_id: str, reason: str = "") -> None:
+        outcome = "internal" if reason else "stop"
+        self.record.ended(Timeline(0.0, request_id=request_id), self.model, TRACE_ID.hex(), outcome, reason, 1.0)
+
+
+@asynccontextmanager
+async def shown(frontend: Shown) -> AsyncIterator[str]:
+    page = Page(frontend, frontend.record, frontend.model, keeps_traces=True)
+    async with serving(frontend, page=page) as url:
+        yield url
+
+
+async def test_whatever_names_are_given_they_are_shown_as_text() -> None:
+    frontend = Shown((fake.started(), fake.delta(HOSTILE), fake.finished()), model=HOSTILE)
+    frontend.workers[0].address = frontend.workers[0].reason = HOSTILE
+    frontend.ended(HOSTILE, reason=HOSTILE)
+    async with shown(frontend) as url, visiting(url) as page:
+        await page.wait_for_selector("#requests tr")
+        await page.fill("#question", HOSTILE)
+        await page.press("#question", "Enter")
+        await page.wait_for_selector("[data-trace]")
+        for place in ("#model", "#requests", ".node.decode", ".node .reason", ".said.user", ".said.assistant"):
+            assert HOSTILE in await text_of(page, place), place
+        await page.click("#requests button")
+        await page.wait_for_selector(".fall[data-span]")
+        await page.goto(f"{url}/#trace=%3Cimg%20src=x%20onerror=window.hurt=1%3E")
+        assert await page.evaluate("[window.hurt, document.querySelectorAll('img, main script').length]") == [None, 0]
+
+
+async def test_a_failure_of_the_script_and_of_the_router_is_shown() -> None:
+    frontend = Shown()
+    expected = "planted|ERR_CONNECTION_REFUSED"
+    async with visiting("about:blank", expected=expected) as page:
+        async with shown(frontend) as url:
+            await page.goto(url)
+            await page.wait_for_selector(".node.decode")
+            await page.evaluate("setTimeout(() => { throw new Error('planted') })")
+            await page.wait_for_selector("text=Error in this page: Uncaught Error: planted")
+            await page.click("#problems button")
+            assert await text_of(page, "#problems") == ""
+        await page.wait_for_selector("text=The router can't be asked")
+        assert await text_of(page, "#readiness") == "not reached"
+
+
+async def test_a_key_is_asked_for_and_kept_for_the_tab_only() -> None:
+    frontend = Shown()
+    frontend.keys = {"root": True, "acme": False}
+    async with shown(frontend) as url, visiting(url, expected="status of 40[13]") as page:
+        for key, told in (("wrong", "the API key is not known"), ("acme", "The chat works with this key")):
+            await page.fill("#key", key)
+            await page.keyboard.press("Enter")
+            await page.wait_for_selector(f"text={told}")
+        await page.fill("#question", "hi")
+        await page.press("#question", "Enter")
+        await page.wait_for_selector("text=Hello")
+        await page.click("#key-button")
+        await page.fill("#key", "root")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector(".node.decode")
+        assert await text_of(page, "#problems") == ""
+        await page.reload()
+        await page.wait_for_selector(".node.decode")
+        stored = "[Object.values(localStorage), document.cookie, Object.values(sessionStorage)]"
+        assert await page.evaluate(stored) == [[], "", ["root"]]
+        assert frontend.authorizations == [["Bearer acme"]]
+
+
+async def test_nothing_is_asked_while_nobody_looks() -> None:
+    async with shown(Shown()) as url, visiting("about:blank") as page:
+        await page.clock.install()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url) if "/v1/status" in request.url else None)
+        await page.goto(url)
+        await page.wait_for_selector(".node.decode")
+
+        async def looked_at(is_hidden: bool) -> None:
+            script = "value => Object.defineProperty(document, 'hidden', {value, configurable: true})"
+            await page.evaluate(script, is_hidden)
+            await page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+
+        await looked_at(True)
+        before = len(asked)
+        await page.clock.run_for(60_000)
+        await page.evaluate("fetch('/version').then(() => 0)")  # whatever was begun has been seen by now
+        assert len(asked) == before
+        async with page.expect_request(f"{url}/pageferry/v1/status*"):
+            await looked_at(False)
+        async with page.expect_response(f"{url}/pageferry/v1/status*"):
+            await page.clock.run_for(2500)
+
+
+@pytest.mark.parametrize("way", ["button", "key"])
+async def test_an_answer_can_be_stopped(way: str) -> None:
+    frontend = Shown((fake.started(), fake.delta("Hel", fake.token(0, 10)), asyncio.Event()))
+    async with shown(frontend) as url, visiting(url) as page:
+        await page.fill("#question", "hi")
+        await page.click("#send")
+        await page.wait_for_selector("text=Hel")
+        await (page.click("#stop") if way == "button" else page.press("#question", "Escape"))
+        await page.wait_for_selector("text=stopped")
+        async with asyncio.timeout(10):
+            await frontend.closed.wait()
+        assert await page.is_visible("#send") and not await page.is_visible("#stop")
+
+
+async def test_all_that_can_be_used_can_be_reached_by_keys_and_has_a_name() -> None:
+    frontend = Shown()
+    frontend.ended("r-1")
+    async with shown(frontend) as url, visiting(url, size="phone") as page:
+        await page.wait_for_selector("#requests tr")
+        reached = []
+        for _ in range(40):
+            await page.keyboard.press("Tab")
+            name = await page.evaluate(NAME_OF_FOCUSED)
+            if name is None:
+                break
+            reached.append(name)
+            assert await page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none", name
+        wanted = [
+            "Workers",
+            "Chat",
+            "Switch between light and dark",
+            "Show the trace of request r-1",
+            "Message",
+            "Send",
+        ]
+        assert [name for name in reached if name in wanted] == wanted, reached
+        assert all(reached), reached
+        assert await overflow(page) <= 0
+
+
+async def test_the_theme_is_what_was_chosen() -> None:
+    async with shown(Shown()) as url, visiting(url) as page:
+        await page.emulate_media(color_scheme="light")
+        await page.click("#theme")
+        dark = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        await page.reload()
+        assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == dark == "rgb(15, 20, 24)"
