@@ -9,6 +9,7 @@ import pytest
 from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from links import TcpLink
 from loopback import ask_stub, loopback
 from opentelemetry.trace import NoOpTracer
 from spans import SpanLog
@@ -16,7 +17,7 @@ from spans import SpanLog
 import pageferry.runtime.server as server_module
 from pageferry.core.config import HandoffConfig, ServerConfig
 from pageferry.core.errors import NOTHING_BEGUN, ResourceExhaustedError, UnavailableError
-from pageferry.runtime.channels import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MIN_PING_INTERVAL_MS
+from pageferry.runtime.channels import KEEPALIVE_MS, KEEPALIVE_TIMEOUT_MS, MIN_PING_INTERVAL_MS, open_channel
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
 from pageferry.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -224,6 +225,19 @@ async def test_a_reader_that_stands_still_does_not_keep_a_server_from_ending() -
             async for _ in call:
                 pass
         assert from_rpc_error(caught.value).reason == "DRAINING"
+
+
+async def test_a_connection_of_age_takes_no_new_calls_and_ends_none() -> None:
+    handler = Steps()
+    async with loopback(NoOpTracer(), decode=handler, config=ServerConfig(connection_age_s=0.2)) as (server, _):
+        with TcpLink(f"127.0.0.1:{server.port}") as link:
+            async with open_channel(link.address, NoOpTracer()) as channel, asyncio.timeout(20):
+                live = decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_pb2.DecodeRequest())
+                await handler.begun.wait()
+                while link.num_connections < 3:
+                    await health_of(channel).Check(health_pb2.HealthCheckRequest())
+                handler.go_on.set()
+                assert len([message async for message in live]) == 2
 
 
 async def test_streams_that_only_tell_end_with_a_status_that_says_why() -> None:

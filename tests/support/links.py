@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 T = TypeVar("T")
 _CHUNK_BYTES = 65536
 _MAX_CHUNKS = 256  # on their way, in one direction of a connection
+_TURNS_TO_SERVE = 5  # of the loop, from a connection's acceptance until it is known here
 _RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 
 
@@ -94,6 +95,11 @@ class TcpLink:
 
     async def _stop(self) -> None:
         if self._server is not None:
+            # What is accepted, and not served yet, would be lost in a server that is closed, and not be cut.
+            for listener in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+            for _ in range(_TURNS_TO_SERVE):
+                await asyncio.sleep(0)
             self._server.close()
             self._server = None
         for connection in self._connections:

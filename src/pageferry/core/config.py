@@ -47,6 +47,7 @@ class ServerConfig:
     http_port: int = 0  # router only; 0: off
     health_port: int = 0  # health alone, without TLS, for probes; 0: on `port` only
     drain_grace_s: float = 30.0
+    connection_age_s: float = 0.0  # router: when to have clients connect anew, which then look up names again; 0: never
     stall_s: float = 8.0  # after which an engine that has work and makes no progress is no longer SERVING
     max_message_bytes: int = 4 * 2**20  # a frame of a page must pass
     unknown_fields: str = "refuse"  # of bodies over HTTP; ignore: answers tell them in x-ignored-fields
@@ -68,6 +69,7 @@ class ServerConfig:
             health_port=(0, MAX_PORT),
             stall_s=(0.1, _MAX_SECONDS),
             drain_grace_s=(0, _MAX_SECONDS),
+            connection_age_s=(0, _MAX_SECONDS),
             max_message_bytes=(MAX_FRAME_BYTES + 2**16, 2**31 - 1),
         )
 

@@ -1,6 +1,7 @@
 """A gRPC server with health, reflection, tracing, and a drain that lets live streams end."""
 
 import errno
+import math
 import os
 import socket
 from collections.abc import Callable
@@ -77,6 +78,7 @@ class GrpcServer:
                 ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 *_bounds(),
+                *_age(config.connection_age_s),
                 ("grpc.server.max_pending_requests", _MAX_PENDING),
                 ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ),
@@ -178,6 +180,11 @@ def _bounds() -> tuple[tuple[str, int], ...]:
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.so_reuseport", 0),
     )
+
+
+def _age(seconds: float) -> tuple[tuple[str, int], ...]:
+    """A connection of that age takes no new calls; those on it go on."""
+    return (("grpc.max_connection_age_ms", math.ceil(seconds * 1000)),) if seconds else ()
 
 
 def _draining() -> UnavailableError:

@@ -36,6 +36,8 @@ _SEVERAL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.per_rpc_retry_buffer_size", _RETRY_BUFFER_BYTES),
     # Names may hold a service config of their own, which would take the place of this one.
     ("grpc.service_config_disable_resolution", 1),
+    # A name is looked up again when a connection ends, but not sooner after the last time than this; else 30 s.
+    ("grpc.dns_min_time_between_resolutions_ms", 5_000),
 )
 _LIMIT = "must be host:port, several of them with IP addresses for hosts as a:1,b:2, or dns:///name:port"
 
