@@ -4,6 +4,7 @@ The rule for these: wherever the file has an `address` and a `port_value`, the p
 wherever it has the text of a path, that. An endpoint with several places becomes as many endpoints.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -88,6 +89,26 @@ class Envoy:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
+        self._start()
+        self._wait_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._directory.cleanup()
+
+    async def __aenter__(self) -> Self:
+        """The same where what Envoy waits for is on this thread's event loop."""
+        self._start()
+        await asyncio.to_thread(self._wait_ready)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.__exit__()
+
+    def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="pageferry-envoy-")
         directory = Path(self._directory.name)
         if DESCRIPTORS not in self._places and self.name.startswith("edge"):
@@ -108,18 +129,13 @@ class Envoy:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+
+    def _wait_ready(self) -> None:
         try:
             self._until(lambda: self._get("ready") == "LIVE\n", "is ready")
         except BaseException:
             self.__exit__()
             raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-        self._directory.cleanup()
 
     @property
     def output(self) -> str:
@@ -175,3 +191,13 @@ class Envoy:
             assert not ended, f"{self.name} ended before it {what}:\n{self.output[-4000:]}"
             assert time.monotonic() < end, f"{self.name}: not within {READY_S} s that it {what}:\n{self.output[-4000:]}"
             time.sleep(POLL_S)
+
+
+def edge_places(grpc: Sequence[str], http: Sequence[str], collector: str = "127.0.0.1:1") -> Places:
+    """Of the edge, before routers at those addresses; without a collector its spans are lost."""
+    return {
+        "0.0.0.0:8080": ANY_PORT,
+        "pageferry-router:50051": grpc,
+        "pageferry-router:8080": http,
+        "otel-collector:4317": collector,
+    }

@@ -1,0 +1,136 @@
+"""Calls of one channel spread over all replicas behind a name, and over one that is added."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import fake_frontend as fake
+import grpc
+import pytest
+from cluster import generate
+from envoys import ROOT, Envoy, edge_places
+from fake_router import FakeRouter
+from name_server import NameServer
+
+from pageferry.client import Client
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
+
+HOSTS = ("127.0.0.11", "127.0.0.12", "127.0.0.13")
+NUM_CALLS, WAVE = 100, 10
+NOTICED_S = 30.0
+CONNECTION_AGE_S = 15.0
+CARES = "envoy.extensions.network.dns_resolver.cares.v3.CaresDnsResolverConfig"
+FIELD = pytest.mark.field("dapr/dapr#1444", "knative/serving#14011", "kedacore/keda#5224")
+Ask = Callable[[], Awaitable[object]]
+
+
+class Replicas:
+    """Routers that hold ten calls at a time, so that each has what it was given while the others come."""
+
+    def __init__(self, routers: Sequence[FakeRouter], names: NameServer) -> None:
+        self.routers = routers
+        self.names = names
+        self._full = asyncio.Event()
+        self._num_held = 0
+        for router in routers:
+            router.frontend.script = self._held
+
+    @property
+    def target(self) -> str:
+        """As gRPC clients find them, asking the test's name server."""
+        return f"dns://127.0.0.1:{self.names.port}/{self.name}"
+
+    @property
+    def name(self) -> str:
+        return f"routers.test:{self.routers[0].port}"
+
+    def shares(self) -> list[int]:
+        return [router.num_asked for router in self.routers]
+
+    async def wave(self, ask: Ask) -> None:
+        self._full, self._num_held = asyncio.Event(), 0
+        await asyncio.gather(*(ask() for _ in range(WAVE)))
+
+    def _held(self, request: pb.GenerateRequest) -> Sequence[fake.Step]:
+        self._num_held += 1
+        if self._num_held == WAVE:
+            self._full.set()
+        return (self._full, *fake.HELLO)
+
+
+@asynccontextmanager
+async def replicas() -> AsyncIterator[Replicas]:
+    """Three, of which the name server tells two."""
+    async with AsyncExitStack() as stack:
+        routers = [FakeRouter(host, connection_age_s=CONNECTION_AGE_S) for host in HOSTS]
+        for router in routers:
+            router.port = routers[0].port
+            await stack.enter_async_context(router)
+        yield Replicas(routers, await stack.enter_async_context(NameServer(*HOSTS[:2])))
+
+
+async def assert_spread(replicas: Replicas, ask: Ask) -> None:
+    await replicas.wave(ask)  # all connections are there
+    before = replicas.shares()
+    for _ in range(NUM_CALLS // WAVE):
+        await replicas.wave(ask)
+    shares = [after - earlier for earlier, after in zip(before, replicas.shares(), strict=True)]
+    assert min(shares[:2]) >= 40 and shares[2] == 0, shares
+    replicas.names.addresses.append(HOSTS[2])
+    added = time.monotonic()
+    while not replicas.routers[2].num_asked:
+        assert time.monotonic() < added + NOTICED_S, "the third replica got nothing"
+        await replicas.wave(ask)
+
+
+@FIELD
+@pytest.mark.slow
+async def test_through_envoy_one_channel_reaches_all_routers_and_one_that_is_added() -> None:
+    async with replicas() as found:
+
+        def ask_the_test_for_names(document: Any) -> None:
+            servers = [{"socket_address": {"address": "127.0.0.1", "port_value": found.names.port}}]
+            resolver = {"@type": f"type.googleapis.com/{CARES}", "resolvers": servers}
+            document["typed_dns_resolver_config"] = {"name": "cares", "typed_config": resolver}
+
+        places = edge_places([found.name], [found.routers[0].http])
+        async with Envoy("edge", places, change=ask_the_test_for_names) as edge:
+            await asyncio.to_thread(edge.wait_healthy, "routers-grpc", 2)
+            async with grpc.aio.insecure_channel(edge.address("edge")) as channel:
+                stub = InferenceServiceStub(channel)
+                await assert_spread(found, lambda: generate(stub, pb.GenerateRequest(prompt="a")))
+
+
+def documented_options() -> list[tuple[str, Any]]:
+    """What docs/mesh.md tells any gRPC client to set."""
+    text = (ROOT / "docs" / "mesh.md").read_text(encoding="utf-8")
+    (config,) = re.findall(r"```json\n(\{\n  \"loadBalancingConfig\".*?)```", text, re.DOTALL)
+    json.loads(config)
+    return [("grpc.service_config", config), ("grpc.dns_min_time_between_resolutions_ms", 5000)]
+
+
+@FIELD
+@pytest.mark.slow
+async def test_a_plain_channel_reaches_all_behind_a_name_and_one_that_is_added() -> None:
+    async with replicas() as found, grpc.aio.insecure_channel(found.target, options=documented_options()) as channel:
+        stub = InferenceServiceStub(channel)
+        await assert_spread(found, lambda: generate(stub, pb.GenerateRequest(prompt="a")))
+        await found.routers[0].server.set_serving(False)  # and which says so
+        async with asyncio.timeout(60):
+            spared = 0
+            while spared < 3:
+                before = found.routers[0].num_asked
+                await found.wave(lambda: generate(stub, pb.GenerateRequest(prompt="a")))
+                spared = spared + 1 if found.routers[0].num_asked == before else 0
+
+
+@FIELD
+@pytest.mark.slow
+async def test_our_client_reaches_all_behind_a_name_and_one_that_is_added() -> None:
+    async with replicas() as found, Client(found.target) as client:
+        await assert_spread(found, lambda: client.generate("a").result())
