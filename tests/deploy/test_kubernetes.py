@@ -1,6 +1,7 @@
 """The manifests as kustomize renders them: valid for several versions of Kubernetes, and what must hold of them."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from manifests import (
     ROLES,
     VARIANTS,
     Manifest,
+    build,
     matches,
     named,
     of_kind,
@@ -246,3 +248,29 @@ def test_scaled_workers_have_no_fixed_number() -> None:
         assert targets == {"pageferry-prefill", "pageferry-decode"}
         for workload in services(variant):
             assert ("replicas" in workload.manifest["spec"]) == (workload.name not in targets)
+
+
+def test_the_guide_s_own_overlay_renders(tmp_path: Path) -> None:
+    guide = (DEPLOY.parent / "docs" / "deploy.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```yaml\n(# kustomization.yaml\n.*?)```", guide, re.DOTALL)
+    (tmp_path / "pageferry").symlink_to(DEPLOY.parent)
+    (tmp_path / "kustomization.yaml").write_text(text, encoding="utf-8")
+    objects = build(tmp_path)
+    decode = named(objects, "Deployment", "pageferry-decode")["spec"]["template"]["spec"]["containers"][0]
+    assert decode["image"] == "registry.example.org/pageferry:1-cuda"
+    assert {"name": "PAGEFERRY_SCHEDULER_MAX_NUM_SEQS", "value": "128"} in decode["env"]
+    maps = {item["metadata"]["name"] for item in of_kind(objects, "ConfigMap")}
+    assert {source["configMapRef"]["name"] for source in decode["envFrom"]} <= maps
+    listed = set(re.findall(r"^\| `([a-z-]+)` \|.*\|.*\|$", guide, re.MULTILINE))
+    assert {path.parent.name for path in (KUBERNETES / "components").glob("*/kustomization.yaml")} <= listed
+
+
+def test_the_guide_s_settings_are_those_of_the_manifests(tmp_path: Path) -> None:
+    guide = (DEPLOY.parent / "docs" / "deploy.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| ([^|]*) \|", guide, re.MULTILINE)
+    assert len(rows) > 8
+    read = [workload.config(tmp_path).describe() for variant in ("cpu", "gpu") for workload in services(variant)]
+    for name, said in rows:
+        values = {str(config[name]) for config in read} - {""}
+        for value in values:
+            assert re.search(rf"(?<![\w.]){re.escape(value.removesuffix('.0'))}(?!\w)", said), (name, said, value)

@@ -12,12 +12,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from certificates import Authority
+from cluster import pageferry
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from links import hold_port
 from manifests import Manifest, Workload, services
@@ -106,18 +108,25 @@ class Pod:
             self.process.wait()
 
 
-@pytest.fixture(scope="module")
-def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
-    """Those of the overlay `cpu`, by role; none is started."""
+@contextmanager
+def pods_of(variant: str, directory: Path) -> Iterator[dict[str, Pod]]:
+    """By role; none is started."""
     with ExitStack() as held:
         found = {}
-        for workload in services("cpu"):
+        for workload in services(variant):
             holders = {port: held.enter_context(hold_port(0)) for port in workload.ports.values()}
             ports = {port: int(holder.getsockname()[1]) for port, holder in holders.items()}
-            found[workload.role] = Pod(workload, ports, tmp_path_factory.mktemp(workload.role))
+            (directory / workload.role).mkdir()
+            found[workload.role] = Pod(workload, ports, directory / workload.role)
         yield found
         for pod in found.values():
             pod.end()
+
+
+@pytest.fixture(scope="module")
+def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pod]]:
+    with pods_of("cpu", tmp_path_factory.mktemp("pods")) as found:
+        yield found
 
 
 def addresses_of(pods: dict[str, Pod]) -> dict[str, str]:
@@ -195,3 +204,23 @@ def test_workers_end_in_their_time(pods: dict[str, Pod]) -> None:
         process, allowed = pods[role].process, pods[role].workload.pod["terminationGracePeriodSeconds"]
         assert process is not None
         assert process.wait(allowed) == 0, pods[role].said
+
+
+def test_with_certificates_probes_need_none_and_calls_do(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    with pods_of("cpu+mtls", tmp_path) as pods:
+        for role, pod in pods.items():
+            spiffe_id = f"spiffe://pageferry.internal/service/{role}"
+            shown = authority.issue(f"{role}-tls", spiffe_id=spiffe_id, server_name="pageferry.internal")
+            files = {"tls.crt": shown.cert, "tls.key": shown.key, "ca.crt": authority.cert}
+            pod.start(addresses_of(pods) | {f"/etc/pageferry-tls/{name}": str(path) for name, path in files.items()})
+        for role in ("prefill", "decode", "router"):
+            for name, _ in pods[role].workload.probes:
+                pods[role].wait_for(name)
+        address = f"localhost:{pods['router'].ports[50051]}"
+        assert pageferry("status", "--address", address).returncode != 0
+        options = ("--ca", str(authority.cert), "--server-name", "pageferry.internal")
+        shown = authority.issue("client", spiffe_id="spiffe://pageferry.internal/client/test")
+        options += ("--cert", str(shown.cert), "--key", str(shown.key))
+        done = pageferry("generate", "--address", address, *options, "--max-tokens", "4", "Hello")
+        assert done.returncode == 0, done.stderr

@@ -34,10 +34,12 @@ class Authority:
         self._key = directory / f"{name}.key"
         _openssl("req", "-x509", *_KEY, "-subj", f"/CN={name}", "-days", _DAYS, "-keyout", self._key, "-out", self.cert)
 
-    def issue(self, name: str, *, spiffe_id: str = "", address: str = "127.0.0.1") -> Identity:
-        """For SERVER_NAME, the address and, where one is given, a SPIFFE id."""
+    def issue(
+        self, name: str, *, spiffe_id: str = "", address: str = "127.0.0.1", server_name: str = SERVER_NAME
+    ) -> Identity:
+        """For the name, the address and, where one is given, a SPIFFE id."""
         made = Identity(self.directory / f"{name}.pem", self.directory / f"{name}.key")
-        names = [f"DNS:{SERVER_NAME}", f"IP:{address}", *([f"URI:{spiffe_id}"] if spiffe_id else [])]
+        names = [f"DNS:{server_name}", f"IP:{address}", *([f"URI:{spiffe_id}"] if spiffe_id else [])]
         request, extensions = self.directory / f"{name}.csr", self.directory / f"{name}.ext"
         extensions.write_text(f"subjectAltName={','.join(names)}\n", encoding="ascii")
         _openssl("req", *_KEY, "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)

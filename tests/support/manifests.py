@@ -24,6 +24,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "gpu": (),
     "cpu+adapter": ("components/scrape-annotations", "components/autoscaling"),
     "gpu+all": ("../otel", "components/monitoring", "components/keda", "components/mtls", "components/tenants"),
+    "cpu+mtls": ("components/mtls",),
     "gpu+image": ("components/model-image",),
 }
 Manifest = dict[str, Any]
@@ -42,8 +43,13 @@ def render(variant: str) -> tuple[Manifest, ...]:
             "components": [os.path.relpath(part.resolve(), directory) for part in parts],
         }
         (directory / "kustomization.yaml").write_text(yaml.safe_dump(kustomization), encoding="utf-8")
-        command = [programs.find("kubectl"), "kustomize", str(directory)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return build(directory)
+
+
+def build(directory: Path) -> tuple[Manifest, ...]:
+    """What a directory's kustomization.yaml makes."""
+    command = [programs.find("kubectl"), "kustomize", str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, f"kustomize warns: {done.stderr}"
     return tuple(yaml.safe_load_all(done.stdout))
