@@ -34,7 +34,7 @@ help:
 	@echo "make test-gpu  test, time and serve on a GPU        make kernels-report  registers and spills of each kernel"
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
 	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
-	@echo "make metrics   the list of metrics, and the dashboard"
+	@echo "make metrics   the list of metrics, the dashboard, the operator's alerts"
 	@echo "make descriptors  the contract as Envoy's JSON transcoder reads it"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load and faults, checked"
 	@echo "make faults    the fault matrix, and a table of faults met in the field"
@@ -130,6 +130,9 @@ metrics: setup
 	@mkdir -p build
 	$(BIN)/python deploy/metrics_reference.py > build/metrics.md && mv build/metrics.md docs/metrics.md
 	$(BIN)/python deploy/grafana/dashboard.py > build/dashboard.json && mv build/dashboard.json deploy/grafana/
+	sed -e 's/^./  &/' -e '1i apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: pageferry' \
+		-e '1i spec: # made from deploy/prometheus/rules.yml by make metrics' deploy/prometheus/rules.yml > build/alerts.yaml
+	mv build/alerts.yaml deploy/kubernetes/components/monitoring/
 
 bench: setup
 	$(BIN)/python bench/overhead.py

@@ -11,7 +11,7 @@ from typing import Any
 import programs
 import pytest
 import yaml
-from manifests import Manifest, matches, named, of_kind, render, services
+from manifests import DEPLOY, Manifest, matches, named, of_kind, render, services
 from scaling import ALL, adapter_rules, queries
 
 from pageferry.core.security import is_allowed
@@ -63,6 +63,24 @@ def test_the_monitor_finds_each_service_and_its_port() -> None:
     for workload in services(ALL):
         assert matches(monitor["spec"]["selector"], workload.labels)
         assert endpoint["port"] in workload.ports
+
+
+def test_the_operator_gets_the_same_alerts() -> None:
+    (rule,) = of_kind(render(ALL), "PrometheusRule")
+    assert rule["apiVersion"] == "monitoring.coreos.com/v1"
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text(encoding="utf-8")), (
+        "run make metrics"
+    )
+
+
+def test_alerts_find_the_jobs_that_the_monitor_makes() -> None:
+    (monitor,) = of_kind(render(ALL), "PodMonitor")
+    (relabelling,) = monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]
+    made = {relabelling["replacement"].replace("$1", workload.role) for workload in services(ALL)}
+    (rule,) = of_kind(render(ALL), "PrometheusRule")
+    asked = set(re.findall(r'job="([\w-]+)"', yaml.safe_dump(rule, width=10_000)))
+    assert asked
+    assert asked <= made
 
 
 def certificates() -> dict[str, Manifest]:
