@@ -1,5 +1,6 @@
 """From start to ready to drained, with scripts for processes and a router in this one."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 from fake_inference import FakeInference
 
 from pageferry.cli import up
+from pageferry.cli.launch import plan
 from pageferry.cli.supervisor import ChildSpec
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import FailedPreconditionError, UnavailableError
@@ -161,3 +163,12 @@ def test_a_terminal_gets_words(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     up.report_all("router", json.dumps(entry))
     assert capsys.readouterr().err == f"router     {text}\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--trace-steps"]])
+def test_steps_are_traced_where_asked_for(flags: list[str], tiny_model: Path) -> None:
+    parser = argparse.ArgumentParser()
+    up.add_command(parser)
+    config = up.base_config(parser.parse_args([*flags, "--model", str(tiny_model)]))
+    workers = plan(config, 1, 1, {}).workers
+    assert {worker.telemetry.trace_steps for worker in workers.values()} == {bool(flags)}

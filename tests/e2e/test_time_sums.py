@@ -45,6 +45,14 @@ def attributes_of(spans: list[ReadableSpan], name: str) -> list[dict[str, Any]]:
     return [dict(span.attributes or {}) for span in spans if span.name == name]
 
 
+def check_tree(spans: list[ReadableSpan]) -> None:
+    """One trace, no orphan. Of workers, only durations mean anything here: the wall clock stands still."""
+    assert len({span.context.trace_id for span in spans}) == 1
+    ids = {span.context.span_id for span in spans}
+    assert [span.name for span in spans if span.parent is None] == ["pageferry.request"]
+    assert [span.name for span in spans if span.parent is not None and span.parent.span_id not in ids] == []
+
+
 def check_sums(request: dict[str, Any], *, of_workers: bool) -> None:
     """`of_workers`: what workers have told is all of it, to 1 %; else a try that failed is in the remainder."""
     for prefix, parts, whole_ms in (
@@ -73,6 +81,7 @@ def test_parts_add_up(settings: Settings, num_answers: int) -> None:
         await ask(world, Request("r", PROMPT, 6, num_answers=num_answers))
 
     spans = spans_of(scenario, settings)
+    check_tree(spans)
     (request,) = attributes_of(spans, "pageferry.request")
     check_sums(request, of_workers=True)
     chunks = [chunk["pageferry.chunk.tokens"] for chunk in attributes_of(spans, "prefill.chunk")]
@@ -120,6 +129,7 @@ def test_the_parts_of_a_resumed_request_add_up(num_tokens: int) -> None:
         await asking
 
     spans = spans_of(scenario)
+    check_tree(spans)
     (request,) = attributes_of(spans, "pageferry.request")
     assert request["pageferry.resumed_at"] == num_tokens
     check_sums(request, of_workers=num_tokens > 1)
