@@ -1,6 +1,5 @@
 """Which workers could take a request, now or later, and why none can."""
 
-
 from pageferry.core.errors import FailedPreconditionError, PageferryError, UnavailableError
 from pageferry.router.ask import Ask
 from pageferry.router.candidates import PrefillState

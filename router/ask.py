@@ -73,7 +73,7 @@ class Ask(Queued):
 
     def has_model_of(self, worker: Worker) -> bool:
         """Whether the worker's model is the one that began the answer, if one did."""
-        return self.fingerprint in ("", worker.view.identity.fingerprint)
+        return not self.fingerprint or self.fingerprint == worker.view.identity.fingerprint
 
     def may_use(self, worker: Worker) -> bool:
         """Whether the worker could go on with it, and has not failed it since it was started."""

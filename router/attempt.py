@@ -52,6 +52,9 @@ class Attempt:
         self._source = grant.route.source
         self._progress = Progress(self._source, self._workers)
         self._work = work
+        self._tells_prompt = work.sampling.HasField("prompt_logprobs")
+        # The prefill worker is to tell of the prompt, as nobody else can, and has not yet.
+        self._awaits_prompt = self._tells_prompt and self._source is Source.PUSHED
         self._times = TryTimes(timeline)
         self._timeout_s = timeout_s
         self._max_unread_tokens = max_unread_tokens
@@ -195,12 +198,6 @@ class Attempt:
             return () if Role.PREFILL in self._progress.open else self._take_early()
         return message.tokens
 
-    @property
-    def _awaits_prompt(self) -> bool:
-        """Whether the prefill worker is to tell of the prompt, as nobody else can, and has not yet."""
-        is_told = self._source is Source.PUSHED and self._work.sampling.HasField("prompt_logprobs")
-        return is_told and not self._progress.has_first_token
-
     def _take_early(self) -> Tokens:
         if self._early and self._awaits_prompt:
             message = f"prefill worker {self._prefill.address} ended without a word on the prompt"
@@ -209,11 +206,12 @@ class Attempt:
         return tokens
 
     def _note_prompt(self, message: prefill_pb2.FirstToken | decode_pb2.Tokens | decode_pb2.CallEvents) -> None:
-        if message.HasField("prompt_logprobs"):
+        if self._tells_prompt and message.HasField("prompt_logprobs"):
             self.prompt_logprobs = message.prompt_logprobs
 
     def _on_first_token(self, first: prefill_pb2.FirstToken) -> Tokens:
         self._progress.has_first_token = True
+        self._awaits_prompt = False
         self._note_prompt(first)
         self._times.prefilled(first)
         if first.finish_reason:

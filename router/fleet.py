@@ -36,7 +36,8 @@ class Fleet:
     ) -> None:
         """`prefill` and `decode` have host:port, or dns:///name:port, which is looked up every `discovery_s`."""
         self.workers: list[Worker] = []
-        self._of_role: dict[Role, list[Worker]] = {role: [] for role in Role}
+        self._prefills: list[Worker] = []
+        self._decodes: list[Worker] = []
         self.listeners: list[Callable[[], None]] = []
         self._open_channel = open_channel
         self._model = model
@@ -74,7 +75,7 @@ class Fleet:
 
     def of(self, role: Role) -> list[Worker]:
         """Not to be changed."""
-        return self._of_role[role]
+        return self._prefills if role is Role.PREFILL else self._decodes
 
     def ready(self, role: Role) -> list[Worker]:
         """The workers of a role that may be used."""
@@ -127,7 +128,7 @@ class Fleet:
         channel = self._open_channel(address, name.host if name is not None else "")
         worker = Worker(role, address, channel, self._model, name.text if name is not None else "")
         self.workers.append(worker)
-        self._of_role[role].append(worker)
+        self.of(role).append(worker)
         if self._is_started:
             log("worker_added", role=role.value, address=address)
             self._watch(worker)
@@ -140,7 +141,7 @@ class Fleet:
         """Of which nobody has any use."""
         log("worker_removed", role=worker.role.value, address=worker.address, state=worker.state.value)
         self.workers.remove(worker)
-        self._of_role[worker.role].remove(worker)
+        self.of(worker.role).remove(worker)
         leaving = asyncio.create_task(_end(worker, self._tasks.pop(worker)), name=f"leave {worker.address}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)

@@ -163,7 +163,7 @@ class Generation:
             try:
                 async with aclosing(attempt.tokens()) as batches:
                     async for batch in batches:
-                        if attempt.has_decoded and not self.stored.is_set():
+                        if not self.stored.is_set() and attempt.has_decoded:
                             self.decode = attempt.decode_address
                             self.stored.set()
                         fresh = self._fresh(batch)
