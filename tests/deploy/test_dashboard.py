@@ -5,7 +5,9 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,7 @@ import pytest
 import yaml
 from cluster import generate, greedy
 from loopback import free_port
+from prometheus import scraping
 from promql import DASHBOARD, DEPLOY, Series, dashboard_expressions, problems, rules, series_of
 from services import Deployment
 
@@ -63,9 +66,17 @@ def test_an_expression_that_names_what_is_not_there_is_found() -> None:
         assert len(list(problems(wrong, series))) == 1
 
 
+@dataclass(frozen=True)
+class Running:
+    """A router and two workers, and where their metrics are."""
+
+    deployment: Deployment
+    targets: Mapping[str, str]  # by job
+
+
 @pytest.fixture(scope="module")
-def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
-    """All series of a router and two workers that have handed over, preempted, drafted and refused."""
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """They have handed over, drafted, and met and missed objectives."""
     profiles = tmp_path_factory.mktemp("profiles") / "profiles.toml"
     profiles.write_text(PROFILES, encoding="utf-8")
     ports = {role: str(free_port()) for role in ("prefill", "decode")}
@@ -73,11 +84,13 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Series]:
     of_role["router"] = {"router.profiles_file": str(profiles)}
     with Deployment(prefill=1, decode=1, of_role=of_role, settings={"engine.speculation": "lookup"}) as deployment:
         asyncio.run(load(deployment))
-        urls = [
-            f"{deployment.routers[0].http}/metrics",
-            *(f"http://127.0.0.1:{port}/metrics" for port in ports.values()),
-        ]
-        yield series_of(*(httpx.get(url).text for url in urls))
+        workers = {f"pageferry-{role}": f"127.0.0.1:{port}" for role, port in ports.items()}
+        yield Running(deployment, {"pageferry-router": deployment.routers[0].http.removeprefix("http://")} | workers)
+
+
+@pytest.fixture(scope="module")
+def scraped(running: Running) -> Series:
+    return series_of(*(httpx.get(f"http://{address}/metrics").text for address in running.targets.values()))
 
 
 async def load(deployment: Deployment) -> None:
@@ -98,7 +111,7 @@ def test_expressions_name_series_of_running_services(name: str, scraped: Series)
 @pytest.mark.slow
 def test_every_metric_of_running_services_is_in_the_reference(scraped: Series) -> None:
     told = set(re.findall(r"`((?:pageferry|process)_\w+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
-    metrics = {re.sub(r"_(bucket|sum|count|created)$", "", name) for name in scraped if not name.startswith("python")}
+    metrics = {re.sub(r"_(bucket|sum|count)$", "", name) for name in scraped if not name.startswith("python")}
     assert metrics - {name.removesuffix("_total") for name in told} <= told
 
 
@@ -113,3 +126,26 @@ def test_prometheus_parses_every_query(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(queries)} rules found" in done.stdout
+
+
+@pytest.mark.slow
+def test_prometheus_has_an_answer_to_every_query(running: Running, tmp_path: Path) -> None:
+    """As configured in deploy/prometheus: it finds all services, each panel shows something, and no alert fires."""
+    with scraping(running.targets, tmp_path) as prometheus:
+        prometheus.wait('count(count_over_time(up{job=~"pageferry-.+"}[1m]) >= 3) == 3')
+        asyncio.run(load(running.deployment))
+        assert prometheus.query('up{job=~"pageferry-.+"} == 0') == []
+        silent = {name for name, query in dashboard_expressions().items() if not prometheus.query(query)}
+        assert silent == {"GPU memory A", "GPU busy A", "Restarts"}
+        rules_seen = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+        assert len(rules_seen) == len(rules())
+        assert {rule["health"] for rule in rules_seen} <= {"ok", "unknown"}
+        firing = {rule["name"] for rule in rules_seen if rule.get("state") == "firing"}
+        assert firing <= {"PageferryObjectiveBurnsFast"}, "half of these few miss an objective that nobody can meet"
+        exemplars = prometheus.ask(
+            "query_exemplars",
+            query="pageferry_time_to_first_token_seconds_bucket",
+            start=str(time.time() - 600),
+            end=str(time.time() + 60),
+        )
+        assert any(series["exemplars"] for series in exemplars)

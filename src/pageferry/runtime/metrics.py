@@ -14,6 +14,7 @@ from prometheus_client import (
     Counter,
     Histogram,
     ProcessCollector,
+    disable_created_metrics,
     generate_latest,
     start_http_server,
 )
@@ -96,6 +97,7 @@ class Metrics:
     """What every process counts, in a registry of its own."""
 
     def __init__(self) -> None:
+        disable_created_metrics()  # which double the series, and which nothing reads
         self.registry = CollectorRegistry()
         counter = partial(Counter, registry=self.registry)
         reading = partial(Reading, registry=self.registry)
