@@ -1,6 +1,6 @@
 """What the page is told, as plain objects: docs/page.md is about each field."""
 
-from dataclasses import asdict, astuple, fields
+from dataclasses import fields
 
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
@@ -26,7 +26,7 @@ _COUNTS = (
     "handoff_bytes",
     "handoff_failures",
 )
-_POINT = [field.name for field in fields(Point)]
+_PAST, _POINT = ([field.name for field in fields(kind)] for kind in (Past, Point))
 
 
 def router_json(status: pb.GetStatusResponse, record: Record, after: float) -> Json:
@@ -38,8 +38,14 @@ def router_json(status: pb.GetStatusResponse, record: Record, after: float) -> J
         "num_requests": record.num_requests,
         "workers": [_worker(worker) for worker in status.workers],
         "transfers": [
-            {"prefill": prefill, "decode": decode, **asdict(transfers)}
-            for (prefill, decode), transfers in record.transfers.items()
+            {
+                "prefill": prefill,
+                "decode": decode,
+                "handoffs": sums.handoffs,
+                "pages": sums.pages,
+                "bytes": sums.num_bytes,
+            }
+            for (prefill, decode), sums in record.transfers.items()
         ],
         "profiles": [
             {"name": one.name, "in_effect": one.in_effect, "queued": one.queued, "running": one.running}
@@ -48,7 +54,7 @@ def router_json(status: pb.GetStatusResponse, record: Record, after: float) -> J
         "history": {
             "interval_s": INTERVAL_S,
             "columns": _POINT,
-            "points": [[_short(value) for value in astuple(point)] for point in record.points(after)],
+            "points": [_values(point, _POINT) for point in record.points(after)],
         },
     }
 
@@ -67,7 +73,7 @@ def trace_json(response: pb.GetTraceResponse) -> Json:
 
 
 def _past(past: Past) -> Json:
-    return {name: _short(value) for name, value in asdict(past).items()}
+    return dict(zip(_PAST, _values(past, _PAST), strict=True))
 
 
 def _worker(worker: pb.WorkerStatus) -> Json:
@@ -100,6 +106,10 @@ def _pages(load: pb.WorkerLoad | pb.PoolLoad) -> Json:
     return {state: getattr(load, f"pages_{state}") for state in _STATES}
 
 
+def _values(of: object, names: list[str]) -> list[object]:
+    return [_short(getattr(of, name)) for name in names]
+
+
 def _short(value: object) -> object:
     """Without digits that nobody reads: they would be half of the text."""
-    return float(f"{value:.13g}" if value > 1e6 else f"{value:.4g}") if isinstance(value, float) else value
+    return (round(value, 3) if value > 1e6 else float(f"{value:.4g}")) if isinstance(value, float) else value
