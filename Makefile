@@ -119,11 +119,10 @@ proto-check: setup
 		echo "proto-check: the contract still reads what $$base writes"; \
 	fi
 
-# What Envoy needs to turn JSON into calls, and others to call without the .proto files.
+# What Envoy needs to turn JSON into calls, and grpcurl (-protoset) to call without asking for the contract.
 descriptors: setup
 	@mkdir -p build
-	$(BIN)/python -m grpc_tools.protoc -Iproto --include_imports --descriptor_set_out=build/pageferry.binpb \
-		proto/pageferry/v1/inference.proto
+	$(BIN)/python deploy/envoy/descriptors.py build/pageferry.binpb
 	@echo "descriptors: build/pageferry.binpb"
 
 metrics: setup

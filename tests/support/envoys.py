@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import programs
 import yaml
-from cluster import POLL_S
+from cluster import POLL_S, environment
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "deploy" / "envoy"
@@ -70,9 +70,7 @@ def _socket_address(place: str) -> dict[str, Any]:
 
 def write_descriptors(path: Path) -> None:
     """As `make descriptors` does."""
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", "--include_imports"]
-    arguments = [f"--descriptor_set_out={path}", "proto/pageferry/v1/inference.proto"]
-    subprocess.run([*command, *arguments], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, str(SHIPPED / "descriptors.py"), str(path)], check=True, env=environment())
 
 
 class Envoy:
@@ -97,7 +95,9 @@ class Envoy:
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+        output = self.output
         self._directory.cleanup()
+        assert "deprecated" not in output.lower(), output
 
     async def __aenter__(self) -> Self:
         """The same where what Envoy waits for is on this thread's event loop."""

@@ -1,0 +1,142 @@
+"""What the edge lets through, in which form, in whose trace, and how it ends."""
+
+import asyncio
+import itertools
+import json
+import re
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import fake_frontend as fake
+import grpc
+import httpx
+import programs
+import pytest
+from cluster import Cluster, generate
+from collector import Collector, collecting
+from envoys import ROOT, SHIPPED, Envoy, edge_places
+from fake_router import FakeRouter
+
+from pageferry.client import Client
+from pageferry.v1 import inference_pb2 as pb
+from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
+
+pytestmark = pytest.mark.slow
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+def recipes() -> Iterator[tuple[str, list[str]]]:
+    """The commands of docs/mesh.md that call the edge, and the lines that they are said to print."""
+    text = (ROOT / "docs" / "mesh.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+        for recipe in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command = re.match(r"(?:.*[\\|]\n)*.*\n", recipe)  # with the lines that it goes on in
+            assert command is not None
+            if "localhost:8080" in command[0]:
+                yield command[0], recipe[command.end() :].splitlines()
+
+
+@pytest.fixture(scope="module")
+def before_a_cluster(colocated: Cluster) -> Iterator[str]:
+    with Envoy("edge", edge_places([colocated.address], [colocated.http.removeprefix("http://")])) as edge:
+        edge.wait_healthy("routers-grpc", 1)
+        edge.wait_healthy("routers-http", 1)
+        yield edge.address("edge")
+
+
+@pytest.mark.parametrize(("command", "printed"), [*recipes()], ids=itertools.count())
+def test_recipes_give_what_is_written_of_them(before_a_cluster: str, command: str, printed: list[str]) -> None:
+    command = command.replace("localhost:8080", before_a_cluster).replace("grpcurl ", f"{programs.find('grpcurl')} ")
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True, cwd=ROOT)
+    assert shapes(done.stdout.splitlines()) == shapes(printed)
+
+
+def shapes(lines: list[str]) -> list[str]:
+    """Of lines of JSON the fields, of others the text; several alike in a row are one."""
+    kinds = [str(sorted(json.loads(line))) if line.startswith("{") else line for line in lines if line]
+    return [kind for index, kind in enumerate(kinds) if kinds[index - 1 : index] != [kind]]
+
+
+@pytest.fixture
+async def collector() -> AsyncIterator[Collector]:
+    async with collecting() as made:
+        yield made
+
+
+@pytest.fixture
+async def router() -> AsyncIterator[FakeRouter]:
+    async with FakeRouter() as made:
+        yield made
+
+
+@pytest.fixture
+async def edge(router: FakeRouter, collector: Collector) -> AsyncIterator[Envoy]:
+    async with Envoy("edge", edge_places([router.address], [router.http], collector.address)) as made:
+        for cluster in ("routers-grpc", "routers-http"):
+            await asyncio.to_thread(made.wait_healthy, cluster, 1)
+        yield made
+
+
+async def test_what_is_for_peers_and_operators_is_not_to_be_had(edge: Envoy) -> None:
+    async with grpc.aio.insecure_channel(edge.address("edge")) as channel:
+        for method in (
+            "pageferry.v1.AdminService/Drain",
+            "pageferry.v1.DecodeService/Decode",
+            "pageferry.v1.PageService/Push",
+            "opentelemetry.proto.collector.trace.v1.TraceService/Export",
+        ):
+            call: Any = channel.unary_unary(f"/{method}")(b"", timeout=60)
+            assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+    async with httpx.AsyncClient(base_url=f"http://{edge.address('edge')}") as http:
+        assert (await http.get("/metrics")).status_code == 404
+        assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("request_id", ["mine", "8ee4d5a2-6f0c-4a3b-9d8e-2f6c1b7a9e10"])
+@pytest.mark.parametrize("sampled", ["01", "00"])
+async def test_a_caller_s_trace_and_id_go_on_unchanged(
+    edge: Envoy, router: FakeRouter, collector: Collector, sampled: str, request_id: str
+) -> None:
+    traceparent = f"00-{TRACE}-{CALLER}-{sampled}"
+    async with grpc.aio.insecure_channel(edge.address("edge")) as channel:
+        await generate(InferenceServiceStub(channel), pb.GenerateRequest(prompt="a"), traceparent=traceparent)
+    told = str(router.service.metadata["traceparent"]).split("-")
+    assert (told[1], told[3]) == (TRACE, sampled)
+    headers = {"x-request-id": request_id, "traceparent": traceparent}
+    async with httpx.AsyncClient(base_url=f"http://{edge.address('edge')}") as http:
+        await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    assert router.frontend.requests[-1].request_id == request_id
+    async with Client(edge.address("edge")) as client:  # begins a trace of its own, which comes last
+        await client.generate("a").result()
+    own = str(router.service.metadata["traceparent"]).split("-")[1]
+    await collector.until(lambda: bool(collector.of("pageferry-edge", own)), "the last span")
+    spans = collector.of("pageferry-edge", TRACE)
+    assert [span.parent_id for span in spans] == ([CALLER] * 2 if sampled == "01" else [])
+    assert told[2] in [span.span_id for span in spans] or sampled == "00"
+
+
+async def test_the_edge_ends_when_its_streams_have_ended(edge: Envoy, router: FakeRouter) -> None:
+    go_on = asyncio.Event()
+    router.frontend.script = (fake.started(), go_on, *fake.HELLO[1:])
+    address = edge.address("edge")
+    async with grpc.aio.insecure_channel(address) as channel:
+        answer = asyncio.create_task(generate(InferenceServiceStub(channel), pb.GenerateRequest(prompt="a")))
+        await router.frontend.waiting.wait()
+        drain = await asyncio.create_subprocess_exec(SHIPPED / "drain.sh", edge.admin, "60")
+        async with asyncio.timeout(60):
+            while await is_open(address):  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.05)
+        assert drain.returncode is None
+        go_on.set()
+        assert (await answer).text == "Hello"
+        assert await asyncio.wait_for(drain.wait(), 60) == 0
+
+
+async def is_open(address: str) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(*address.split(":"))
+    except ConnectionRefusedError:
+        return False
+    writer.close()
+    return True
