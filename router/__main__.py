@@ -13,6 +13,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import add_Tr
 from pageferry.core.config import Config
 from pageferry.core.errors import invalid
 from pageferry.core.model_files import load_config_of, resolve_model, sampling_defaults
+from pageferry.ext_proc.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
 from pageferry.oip.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend
@@ -22,6 +23,7 @@ from pageferry.router.gateway.serving import serve_http
 from pageferry.router.gateway.tls import HttpTls
 from pageferry.router.metrics import RouterMetrics
 from pageferry.router.oip import OIP_SERVICE, OpenInferenceServicer
+from pageferry.router.picker import PICKER_SERVICE, PickerServicer
 from pageferry.router.service import InferenceServicer, authorization_of
 from pageferry.router.telemetry import Telemetry
 from pageferry.runtime.access import check_local
@@ -134,6 +136,13 @@ def _add_services(
     server.add(add_InferenceServiceServicer_to_server, InferenceServicer(frontend), "pageferry.v1.InferenceService")
     server.add(add_GRPCInferenceServiceServicer_to_server, OpenInferenceServicer(frontend), OIP_SERVICE)
     server.add(add_AdminServiceServicer_to_server, Admin(drain, lambda: frontend.num_live, check_admin), ADMIN_SERVICE)
+    if config.router.picker_port:
+        picker = PickerServicer(
+            frontend.picks(),
+            max_body_bytes=_MIN_MESSAGE_BYTES,
+            refuse_unknown=config.server.unknown_fields == "refuse",
+        )
+        server.add(add_ExternalProcessorServicer_to_server, picker, PICKER_SERVICE)
     if telemetry.traces is not None:
         receiver = TraceReceiver(telemetry.traces, check_sender)
         server.add(add_TraceServiceServicer_to_server, receiver, "opentelemetry.proto.collector.trace.v1.TraceService")

@@ -24,6 +24,7 @@ class AbleWorkers:
             worker
             for worker in self._fleet.of(Role.DECODE)
             if worker.is_hopeful
+            and ask.may_go_to(worker)
             and ask.has_model_of(worker)
             and (worker.view.layout is None or ask.demand.accepts(worker.view.layout))
         ]
@@ -63,6 +64,8 @@ class AbleWorkers:
         It would otherwise wait at the head of the queue for good, and all others behind it.
         """
         if not (able := self._able_decodes(ask)):
+            if ask.only is not None:
+                return "none of the decode workers that it may go to is ready with pages in a format of its profile"
             if ask.fingerprint:
                 return "no decode worker has the model that the answer began with"
             return f"no decode worker is ready that has pages in a format of profile {ask.profile.name}"

@@ -65,6 +65,7 @@ class Ask(Queued):
     profile: Chosen = DEFAULT
     is_gathering: bool = False  # waits for others of its profile
     cache_salt: str = ""
+    only: frozenset[str] | None = None  # addresses of the decode workers that it may go to; None: all
     excluded: dict[str, bytes] = field(default_factory=dict)  # incarnations that failed it, by the worker's address
     fingerprint: str = ""  # of the model that began the answer; empty: any will do
     hashes: dict[bytes, list[bytes]] = field(default_factory=dict)  # by layout, as far as computed
@@ -74,6 +75,10 @@ class Ask(Queued):
     def has_model_of(self, worker: Worker) -> bool:
         """Whether the worker's model is the one that began the answer, if one did."""
         return not self.fingerprint or self.fingerprint == worker.view.identity.fingerprint
+
+    def may_go_to(self, worker: Worker) -> bool:
+        """Whether the decode worker is one of those that it is held to."""
+        return self.only is None or worker.address in self.only
 
     def may_use(self, worker: Worker) -> bool:
         """Whether the worker could go on with it, and has not failed it since it was started."""

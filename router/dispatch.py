@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError
 from pageferry.router.able import AbleWorkers
 from pageferry.router.ask import Ask, Grant
+from pageferry.router.candidates import DecodeState
 from pageferry.router.fleet import Fleet
 from pageferry.router.forecast import forecast
 from pageferry.router.lanes import Lanes
-from pageferry.router.policy import Settings, choose
+from pageferry.router.policy import Settings, by_load, choose
 from pageferry.router.profiles import Profiles
 from pageferry.router.queue import RequestQueue
 from pageferry.router.states import decode_state, decode_states, num_active, num_slots
@@ -58,6 +59,12 @@ class Dispatcher:
             ProfileStatus(name=name, in_effect=profile.name, queued=queued[name], running=self._lanes.num_running(name))
             for name, profile in self._profiles.in_effect().items()
         ]
+
+    def preferred(self, ask: Ask) -> list[tuple[DecodeState, float]]:
+        """The decode workers that have room for it now, the best first, with their scores, whoever else waits."""
+        decodes = [worker for worker in self._able.decodes(ask) if not worker.view.refusing and ask.may_use(worker)]
+        states = by_load(ask.demand, decode_states(ask, decodes), self._settings)
+        return [(state, state.load_score(ask.demand, self._settings.headroom_pages)) for state in states]
 
     def check_room(self) -> None:
         """As `enqueue` about a full queue, before any work is done."""

@@ -25,6 +25,8 @@ from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import why_left
 from pageferry.router.fleet import Fleet
 from pageferry.router.live import LiveRequests
+from pageferry.router.pick_metrics import PickMetrics
+from pageferry.router.picks import Picks
 from pageferry.router.policy import Settings
 from pageferry.router.profiles import Profiles
 from pageferry.router.recovery import Retries
@@ -62,6 +64,7 @@ class Frontend:
     ) -> None:
         """`sampling_defaults` are the model's own for what a request leaves out."""
         self.clock = clock  # seconds; deadlines are times of it
+        self._config = config
         self._fleet = fleet
         self._telemetry = telemetry
         self._model = model
@@ -101,6 +104,22 @@ class Frontend:
             clock=clock,
         )
         self._live = LiveRequests()
+
+    def picks(self) -> Picks:
+        """The choice of workers alone, for gateways; made once."""
+        router, telemetry = self._config.router, self._telemetry
+        return Picks(
+            router.picker_port,
+            router.picker_wait_s,
+            self._fleet,
+            self._dispatcher,
+            self._admission,
+            self.check_caller,
+            telemetry,
+            self.clock,
+            PickMetrics(telemetry.metrics.registry),
+            self._live,
+        )
 
     @property
     def ready(self) -> bool:

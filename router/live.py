@@ -19,13 +19,17 @@ class Live(Protocol):
 
 
 class LiveRequests:
-    """By the id that workers know them by; `draining` once no more should come."""
+    """By the id that workers know them by; `drains` is set once no more should come."""
 
     def __init__(self) -> None:
-        self.draining = False
+        self.drains = asyncio.Event()
         self._num_coming = 0
         self._requests: dict[str, Live] = {}
         self._changed = asyncio.Event()
+
+    @property
+    def draining(self) -> bool:
+        return self.drains.is_set()
 
     def __len__(self) -> int:
         return self._num_coming + len(self._requests)
@@ -43,6 +47,12 @@ class LiveRequests:
         """A request is looked at inside the block: a drain waits for it. UnavailableError once one has begun."""
         if self.draining:
             raise UnavailableError("the router is draining", reason="DRAINING", nothing_begun=True)
+        with self.looked_at():
+            yield
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """The same of one that is looked at during a drain, too."""
         self._num_coming += 1
         try:
             yield
@@ -65,7 +75,7 @@ class LiveRequests:
 
         Returns how many were ended.
         """
-        self.draining = True
+        self.drains.set()
         try:
             async with asyncio.timeout(grace_s):
                 while len(self):

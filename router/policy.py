@@ -48,7 +48,7 @@ def choose(
     if demand.is_one_token and (alone := [prefill for prefill in prefills if demand.accepts(prefill.layout)]):
         prefill = _best_prefill(demand, alone)
         return _only(prefill, demand) if prefill is not None else None
-    for decode in _by_load(demand, decodes, settings):
+    for decode in by_load(demand, decodes, settings):
         partners = [prefill for prefill in prefills if prefill.layout.ships_to(decode.layout)]
         route = _with(decode, partners, demand, settings)
         if route is not None:
@@ -61,7 +61,7 @@ def _only(prefill: PrefillState, demand: Demand) -> Route:
     return Route(Source.PREFILL_ONLY, prefill.address, None, attributes)
 
 
-def _by_load(demand: Demand, decodes: Sequence[DecodeState], settings: Settings) -> list[DecodeState]:
+def by_load(demand: Demand, decodes: Sequence[DecodeState], settings: Settings) -> list[DecodeState]:
     """Those that can take the request, the best first; the last ones by taking a place from something less urgent."""
     rooms = {decode.address: decode.has_room(demand, settings.headroom_pages) for decode in decodes}
     able = [

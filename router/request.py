@@ -22,7 +22,7 @@ from pageferry.router.record import Record
 from pageferry.router.recovery import Recovery, Retries
 from pageferry.router.request_span import Timeline
 from pageferry.router.telemetry import PastSpans
-from pageferry.router.work import demand_of, work_of
+from pageferry.router.work import ask_of, demand_of, work_of
 from pageferry.runtime.convert import finish_to_proto
 from pageferry.runtime.convert_work import work_to_proto
 from pageferry.runtime.metrics import exemplar_of
@@ -96,16 +96,9 @@ class Generation:
         `near` is the address of a decode worker that is to be preferred, and that an answer to the same request has
         been let in for: then the queue may be full.
         """
-        admitted, dispatcher = self._admitted, self._serving.dispatcher
+        dispatcher = self._serving.dispatcher
         self._near = near
-        ask = self._ask = Ask(
-            list(admitted.prompt_ids),
-            self._demand(),
-            priority=admitted.priority,
-            profile=admitted.profile,
-            deadline=deadline,
-            cache_salt=admitted.cache_salt,
-        )
+        ask = self._ask = ask_of(self._admitted, self._demand(), deadline)
         dispatcher.enqueue(ask, is_let_in=self.choice > 0)
         self.is_live = True
         try:

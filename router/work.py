@@ -6,6 +6,7 @@ from dataclasses import replace
 from pageferry.core.sampling import SamplingParams
 from pageferry.core.sequence import WorkItem
 from pageferry.router.admission import Admitted
+from pageferry.router.ask import Ask
 from pageferry.router.candidates import Demand
 
 
@@ -19,6 +20,18 @@ def demand_of(admitted: Admitted, num_output: int, *, local_only: bool, near: st
         near=near,
         page_formats=admitted.profile.profile.formats,
         num_beams=0 if admitted.beam is None else admitted.beam.width,
+    )
+
+
+def ask_of(admitted: Admitted, demand: Demand, deadline: float | None) -> Ask:
+    """What it asks of the workers before anything is generated."""
+    return Ask(
+        list(admitted.prompt_ids),
+        demand,
+        priority=admitted.priority,
+        profile=admitted.profile,
+        deadline=deadline,
+        cache_salt=admitted.cache_salt,
     )
 
 

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
+from typing import Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -19,6 +20,13 @@ HEADERS_OUT = (REQUEST_ID, "traceparent", "retry-after", IGNORED)  # that a page
 _MAX_REQUEST_ID = 120  # the ids of a body's further prompts are longer by their number
 _MAX_TIMEOUT_MS = 86_400_000
 _SCOPE = "pageferry.request_id"
+
+
+class HasHeaders(Protocol):
+    """A request, or what a gateway tells of one."""
+
+    @property
+    def headers(self) -> Headers: ...
 
 
 class RequestIds:
@@ -55,12 +63,12 @@ def _is_request_id(text: str) -> bool:
     return len(text) <= _MAX_REQUEST_ID and text.isascii() and text.isprintable()
 
 
-def authorization_of(request: Request) -> list[str]:
+def authorization_of(request: HasHeaders) -> list[str]:
     """The caller's credentials, as they came."""
     return request.headers.getlist("authorization")
 
 
-def deadline_of(request: Request, now: float) -> float | None:
+def deadline_of(request: HasHeaders, now: float) -> float | None:
     """Raises InvalidArgumentError where the header is no number."""
     text = request.headers.get(TIMEOUT)
     if text is None:
@@ -70,7 +78,7 @@ def deadline_of(request: Request, now: float) -> float | None:
     return now + min(int(text), _MAX_TIMEOUT_MS) / 1000
 
 
-def read_profile(request: Request, generate: pb.GenerateRequest) -> None:
+def read_profile(request: HasHeaders, generate: pb.GenerateRequest) -> None:
     """The header stands for the body's field. Raises InvalidArgumentError where they differ."""
     profile = request.headers.get(PROFILE, "")
     if not profile:

@@ -102,7 +102,7 @@ class FakeWorker:
             pools = [pb.PoolLoad(group=group, pages_total=100, pages_free=100) for group in range(len(layout.groups))]
             tails = [pb.PoolLoad(pages_total=100, pages_free=100)] if layout.format.has_tails else []
             self.snapshot.load.pools.extend([*pools, *tails])
-        self.address = ""
+        self.host, self.address = "127.0.0.1", ""
         self.works: list[types.WorkItem] = []
         self.num_live = 0
         self.num_cancelled = 0
@@ -324,6 +324,7 @@ class Rig:
     router: RouterConfig = field(default_factory=lambda: RouterConfig(local_prefill_tokens=0))
     config: Config = field(default_factory=Config)
     prefill_layout: CacheLayout = LAYOUT
+    decode_hosts: Sequence[str] = ()  # of the first ones; the others' is 127.0.0.1
     decode_layouts: Sequence[CacheLayout] = ()  # of the first ones; the others' is LAYOUT
     wait_ready: bool = True
     clock: Callable[[], float] = time.monotonic
@@ -342,6 +343,8 @@ class Rig:
         self.prefills = [FakePrefill(self.script, self, self.prefill_layout) for _ in range(self.num_prefill)]
         layouts = [*self.decode_layouts, *[LAYOUT] * self.num_decode][: self.num_decode]
         self.decodes = [FakeDecode(self.script, self, layout) for layout in layouts]
+        for decode, host in zip(self.decodes, self.decode_hosts, strict=False):
+            decode.host = host
         for prefill in self.prefills:
             await self.serve(prefill, tracer)
         for decode in self.decodes:
@@ -388,13 +391,13 @@ class Rig:
     async def serve(self, worker: FakePrefill | FakeDecode, tracer: Tracer) -> GrpcServer:
         """Start a worker on its address, or on a free port where it has none."""
         port = int(worker.address.rpartition(":")[2] or 0)
-        server = await self.stack.enter_async_context(GrpcServer(ServerConfig(port=port), tracer))
+        server = await self.stack.enter_async_context(GrpcServer(ServerConfig(host=worker.host, port=port), tracer))
         server.add(add_WorkerServiceServicer_to_server, _Watched(worker), "pageferry.v1.WorkerService")
         if isinstance(worker, FakePrefill):
             server.add(add_PrefillServiceServicer_to_server, worker, "pageferry.v1.PrefillService")
         else:
             server.add(add_DecodeServiceServicer_to_server, worker, "pageferry.v1.DecodeService")
-        worker.address = f"127.0.0.1:{await server.start()}"
+        worker.address = f"{worker.host}:{await server.start()}"
         worker.server = server
         return server
 

@@ -11,7 +11,7 @@ from pageferry.core.errors import invalid
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import parse_groups
 from pageferry.core.layout import MAX_FRAME_BYTES
-from pageferry.core.ports import MAX_PORT
+from pageferry.core.ports import MAX_PORT, has_ip
 from pageferry.core.security import SecurityConfig
 
 COMPUTE_DTYPES = ("auto", "fp32", "bf16")
@@ -179,12 +179,16 @@ class RouterConfig:
     profiles_file: str = ""  # TOML, how requests of each kind are served; empty: those built in
     discovery_s: float = 2.0  # between looks at the addresses behind a name, of workers given as dns:///NAME:PORT
     picker_port: int = 0  # HTTP port of the router beside each decode worker, for gateways that ask where to; 0: off
+    picker_wait_s: float = 1.0  # that a gateway's request waits for room before it is refused
     normalise_system: bool = True  # even out a system prompt's outer whitespace and line ends, so that equal ones share
 
     def __post_init__(self) -> None:
         for name, addresses in (("prefill", self.prefill), ("decode", self.decode)):
             for address in addresses:
                 parse_worker(name, address)
+                if name == "decode" and self.picker_port and not (has_ip(address) or address.startswith("dns:")):
+                    limit = "must have an IP address for host, or be dns:///NAME:PORT, where picker_port is set"
+                    raise invalid(name, address, limit)  # gateways know endpoints by address
         _check_ranges(
             self,
             max_queue=(1, math.inf),
@@ -196,6 +200,7 @@ class RouterConfig:
             max_prompt_bytes=(1, math.inf),
             discovery_s=(0.1, _MAX_SECONDS),
             picker_port=(0, MAX_PORT),
+            picker_wait_s=(0, _MAX_SECONDS),
         )
 
 

@@ -24,7 +24,12 @@ _UNTRACED = {
 }
 _UNTRACED_SERVICES = ("grpc.health.", "grpc.reflection.")
 # These spans hold more than the call's status, so the router and PushClient make them.
-_MADE_BY_SERVER = {_INFERENCE + "Generate", _OPEN_INFERENCE + "ModelInfer", _OPEN_INFERENCE + "ModelStreamInfer"}
+_MADE_BY_SERVER = {
+    _INFERENCE + "Generate",
+    _OPEN_INFERENCE + "ModelInfer",
+    _OPEN_INFERENCE + "ModelStreamInfer",
+    "envoy.service.ext_proc.v3.ExternalProcessor/Process",
+}
 _MADE_BY_CLIENT = {PUSH_METHOD}
 _PROPAGATOR = TraceContextTextMapPropagator()
 
