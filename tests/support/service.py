@@ -26,15 +26,22 @@ class Service:
     """A process of one role. Its port is its own from the first life to the last; `output` is that of all lives."""
 
     def __init__(
-        self, role: Role, port: int = 0, settings: Settings | None = None, *, name: str = "", host: str = "127.0.0.1"
+        self,
+        role: Role,
+        port: int = 0,
+        settings: Settings | None = None,
+        *,
+        name: str = "",
+        host: str = "127.0.0.1",
+        http_port: int = 0,
     ) -> None:
-        """`settings` are keyed "section.field". Port 0 is one that is free."""
+        """`settings` are keyed "section.field". Port 0 is one that is free; `http_port` is a router's."""
         self.role = role
+        self.host = host
         self.name = name or role
         self.settings = dict(settings or {})
         self.command_prefix: tuple[str, ...] = ()  # a command that ends by running the service in its place
-        self.host = host
-        self._holders = [hold_port(port, host), *([hold_port(0)] if role == "router" else [])]
+        self._holders = [hold_port(port, host), *([hold_port(http_port, host)] if role == "router" else [])]
         self._log = tempfile.NamedTemporaryFile(prefix=f"{self.name}-", suffix=".log")  # noqa: SIM115 - for its life
         self._life = 0  # where its output begins
         self._process: subprocess.Popen[bytes] | None = None
@@ -51,7 +58,7 @@ class Service:
     @property
     def http(self) -> str:
         """Of a router."""
-        return f"http://127.0.0.1:{self._holders[1].getsockname()[1]}"
+        return f"http://{self.host}:{self._holders[1].getsockname()[1]}"
 
     @property
     def pid(self) -> int:
