@@ -30,16 +30,20 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
 Manifest = dict[str, Any]
 
 
-@cache
 def render(variant: str) -> tuple[Manifest, ...]:
     """The objects of one of VARIANTS; callers change nothing in them."""
-    overlay = KUBERNETES / "overlays" / variant.partition("+")[0]
+    return kustomized(variant.partition("+")[0], VARIANTS[variant])
+
+
+@cache
+def kustomized(overlay: str, components: tuple[str, ...]) -> tuple[Manifest, ...]:
+    """The objects of an overlay with components, of which callers change nothing."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name).resolve()
-        parts = [KUBERNETES / component for component in VARIANTS[variant]]
+        parts = [KUBERNETES / component for component in components]
         kustomization = {
             "namespace": "pageferry",
-            "resources": [os.path.relpath(overlay, directory)],
+            "resources": [os.path.relpath(KUBERNETES / "overlays" / overlay, directory)],
             "components": [os.path.relpath(part.resolve(), directory) for part in parts],
         }
         (directory / "kustomization.yaml").write_text(yaml.safe_dump(kustomization), encoding="utf-8")
