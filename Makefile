@@ -33,7 +33,7 @@ help:
 	@echo "make test      install, then run the tests          make test-all  the slower rest of them"
 	@echo "make test-gpu  test, time and serve on a GPU        make kernels-report  registers and spills of each kernel"
 	@echo "make lint      ruff and the layers                  make types     mypy --strict"
-	@echo "make proto     generate code from proto/            make proto-check  compare it, and check the contract"
+	@echo "make proto     generate code, docs/api.md            make proto-check  compare it, and check the contract"
 	@echo "make metrics   the list of metrics, the dashboard, the operator's alerts"
 	@echo "make descriptors  the contract as Envoy's JSON transcoder reads it"
 	@echo "make bench     what a token and a hand-off cost     make soak      random load and faults, checked"
@@ -100,15 +100,25 @@ $(PROTOC) --python_out=$(1) --pyi_out=$(1) $(PROTOS)
 $(PROTOC) --grpc_python_out=$(1) --mypy_grpc_out=quiet:$(1) $(SERVICES)
 endef
 
+# $(call describe,FILE) writes the reference of what the .proto files say.
+define describe
+$(PROTOC) --include_source_info --descriptor_set_out=build/api.binpb $(PROTOS)
+$(BIN)/python deploy/api_reference.py build/api.binpb $(1)
+endef
+
 proto: setup
 	$(call generate,proto)
+	@mkdir -p build
+	$(call describe,docs/api.md)
 
 proto-check: setup
 	@rm -rf build/proto && mkdir -p build/proto
 	@$(call generate,build/proto)
 	@diff -rq -x '*.proto' -x __init__.py -x __pycache__ build/proto/pageferry proto/pageferry \
 		|| { echo "proto-check: the generated code is not what proto/ gives; run make proto" >&2; exit 1; }
-	@echo "proto-check: generated code is current"
+	@$(call describe,build/proto/api.md)
+	@diff -q build/proto/api.md docs/api.md || { echo "proto-check: docs/api.md is not what proto/ says; run make proto" >&2; exit 1; }
+	@echo "proto-check: generated code and docs/api.md are current"
 	$(BIN)/buf lint
 	@base=$$(git describe --tags --abbrev=0 2>/dev/null || git rev-parse --quiet --verify HEAD^ || true); \
 	if [ -z "$$base" ] || ! git cat-file -e "$$base:proto" 2>/dev/null; then \
