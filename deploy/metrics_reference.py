@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from pageferry.router.metrics import RouterMetrics
+from pageferry.router.pick_metrics import PickMetrics
 from pageferry.runtime.metrics import SECONDS, Metrics, Reading
 from pageferry.runtime.worker_metrics import WorkerMetrics
 
@@ -35,10 +36,10 @@ PROCESS = """
 """
 
 
-def rows(metrics: Metrics) -> list[tuple[str, str, str, str]]:
+def rows(registry: CollectorRegistry) -> list[tuple[str, str, str, str]]:
     """Name, type, labels and help of each metric but the process's own, by name."""
     found = []
-    for metric in set(metrics.registry._names_to_collectors.values()):
+    for metric in set(registry._names_to_collectors.values()):
         if isinstance(metric, Reading):
             name, kind, labels, text = metric.name, metric.type, metric.labels, metric.text
         elif isinstance(metric, Counter | Gauge | Histogram):
@@ -57,11 +58,17 @@ def section(title: str, found: list[tuple[str, str, str, str]]) -> str:
 
 
 def page() -> str:
-    shared = rows(Metrics())
+    shared = rows(Metrics().registry)
+    picking = CollectorRegistry()
+    PickMetrics(picking)
     parts = [HEAD.format(num_buckets=len(SECONDS) + 1)]
     parts.append(section("Of every service", shared))
-    for title, metrics in (("Of the router", RouterMetrics()), ("Of workers", WorkerMetrics())):
-        parts.append(section(title, [row for row in rows(metrics) if row not in shared]))
+    for title, registry in (
+        ("Of the router", RouterMetrics().registry),
+        ("Of a router that picks for gateways (`router.picker_port`)", picking),
+        ("Of workers", WorkerMetrics().registry),
+    ):
+        parts.append(section(title, [row for row in rows(registry) if row not in shared]))
     return "".join([*parts, PROCESS])
 
 

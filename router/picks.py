@@ -20,7 +20,7 @@ from pageferry.router.dispatch import Dispatcher
 from pageferry.router.fleet import Fleet
 from pageferry.router.gateway.errors import in_the_body_s_words
 from pageferry.router.live import LiveRequests
-from pageferry.router.pick_metrics import PickMetrics
+from pageferry.router.pick_metrics import PICKED, PickMetrics
 from pageferry.router.request_span import attributes_at_start, describe_request, set_outcome
 from pageferry.router.states import num_active
 from pageferry.router.telemetry import Telemetry
@@ -186,7 +186,7 @@ class Picks:
         began, outcome = self.clock(), "internal"
         try:
             yield
-            outcome = "picked"
+            outcome = PICKED
         except PageferryError as error:
             outcome = error.code.lower()
             raise

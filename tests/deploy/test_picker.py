@@ -168,7 +168,8 @@ async def test_equal_prefixes_go_to_the_same_pod_and_others_spread(running: Pool
         await asyncio.gather(*(ask(client, f"{number} is my number", 32) for number in range(16)))
         counts = [after - one for after, one in zip(await running.served(), before, strict=True)]
         assert min(counts) >= 4, f"load did not spread: {counts}"
-        assert (await running.picks("pageferry_picks_served_total")).keys() == {"first"}
+        served = await running.picks("pageferry_picks_served_total")
+        assert (served["first"] >= 24, served["fallback"], served["other"]) == (True, 0, 0)
 
 
 async def test_a_stream_and_its_choice_are_one_trace(running: Pool) -> None:
