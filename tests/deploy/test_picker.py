@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from cluster import POLL_S
+from cluster import POLL_S, generate, greedy
 from envoys import ANY_PORT, Envoy
 from service import Service
 from services import QUICK
@@ -83,7 +83,8 @@ async def metrics(router: Service, name: str) -> dict[str, float]:
 
 
 @contextmanager
-def pool(model: Path, change: Any = None) -> Iterator[Pool]:
+def pool(model: Path, change: Any = None, *, over_grpc: bool = False) -> Iterator[Pool]:
+    """`over_grpc`: endpoints are the routers' ports of gRPC."""
     settings = QUICK | {
         "engine.model": str(model),
         "router.salt_key": "the same everywhere",
@@ -92,15 +93,15 @@ def pool(model: Path, change: Any = None) -> Iterator[Pool]:
     picker = Service("router", name="picker", settings=settings)
     settings = settings | {"telemetry.otlp_endpoint": picker.address}
     with ExitStack() as stack:
-        pods, http_port = [], 0
+        pods, port, http_port = [], 0, 0
         for number, host in enumerate(HOSTS):
             decode = Service("decode", name=f"decode-{number}", settings=settings, host=host)
             beside = settings | {"router.decode": decode.address}
-            router = Service("router", name=f"router-{number}", settings=beside, host=host, http_port=http_port)
-            http_port = int(router.http.rpartition(":")[2])
+            router = Service("router", port, beside, name=f"router-{number}", host=host, http_port=http_port)
+            port, http_port = router.port, int(router.http.rpartition(":")[2])
             pods.append(Pod(decode, router))
         workers = ",".join(pod.decode.address for pod in pods)
-        picker.settings |= {"router.decode": workers, "router.picker_port": str(http_port)}
+        picker.settings |= {"router.decode": workers, "router.picker_port": str(port if over_grpc else http_port)}
         services = [*(service for pod in pods for service in pod.services), picker]
         for service in services:
             stack.callback(_end, service)
@@ -109,7 +110,9 @@ def pool(model: Path, change: Any = None) -> Iterator[Pool]:
             service.wait_ready()
         places = {
             "0.0.0.0:8080": ANY_PORT,
-            "pageferry-decode:8080": [pod.router.http.removeprefix("http://") for pod in pods],
+            "pageferry-decode:8080": [
+                pod.router.address if over_grpc else pod.router.http.removeprefix("http://") for pod in pods
+            ],
             "pageferry-picker:50051": picker.address,
         }
         gateway = stack.enter_context(Envoy("picker", places, change=change))
@@ -133,6 +136,14 @@ def in_duplex(document: dict[str, Any]) -> None:
     filters[1]["typed_config"]["failure_mode_allow"] = False
     modes = filters[1]["typed_config"]["processing_mode"]
     modes |= {"request_body_mode": "FULL_DUPLEX_STREAMED", "request_trailer_mode": "SEND"}
+
+
+def to_grpc(document: dict[str, Any]) -> None:
+    """As for a pool whose `appProtocol` is kubernetes.io/h2c."""
+    routers, picker = document["static_resources"]["clusters"]
+    routers["health_checks"] = [picker["health_checks"][0] | {"grpc_health_check": {}}]
+    (options,) = routers["typed_extension_protocol_options"].values()
+    options["explicit_http_config"] = {"http2_protocol_options": {}}
 
 
 @pytest.fixture(scope="module", params=["BUFFERED", "FULL_DUPLEX_STREAMED"])
@@ -280,3 +291,22 @@ async def test_a_picker_that_drains_breaks_no_stream_and_without_one_requests_go
     running.picker.start()
     running.picker.wait_ready()
     running.gateway.wait_healthy("picker", 1)
+
+
+async def test_calls_of_grpc_go_where_their_pages_are_too(tiny_model: Path) -> None:
+    with pool(tiny_model, to_grpc, over_grpc=True) as one:
+        await one.until_ready(2)
+        async with grpc.aio.insecure_channel(one.gateway.address("gateway")) as channel:
+            stub = InferenceServiceStub(channel)
+            prompt, before = "By gRPC as well. " * 30, await one.served()
+            for number in range(4):
+                answer = await generate(stub, greedy(f"{prompt}{number}", 4))
+                assert len(answer.token_ids) == 4
+                await one.until_ready(2, 20)
+            counts = [after - first for after, first in zip(await one.served(), before, strict=True)]
+            assert sorted(counts) == [0, 4]
+            assert (await one.picks())["picked"] == 4
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await generate(stub, greedy("", 4))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "prompt" in (caught.value.details() or "")
