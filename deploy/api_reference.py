@@ -23,7 +23,7 @@ HEAD = """# API reference
 
 Generated from the comments in [`proto/`](../proto) by `make proto`; not to be edited here. Who reads it for the first
 time begins at [`InferenceService`](#pageferry.v1.InferenceService): it is all that clients need. What travels over HTTP
-is in [openai.md](openai.md).
+is in [openai.md](openai.md), how clients of other languages are made in [clients.md](clients.md).
 
 A field that is left out has its type's zero value, unless its comment says more; `optional` fields tell absence apart
 from zero. Of a `oneof`, at most one field is set. Durations carry their unit in the name (`_ms`, `_s`). Errors are gRPC
