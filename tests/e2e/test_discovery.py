@@ -3,18 +3,21 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
+from certificates import SERVER_NAME, Authority
 from cluster import Stub, generate, greedy, pageferry, wait_idle
 from hosts import HostsFile, skip_without_mounts
-from service import Service
+from service import Service, Settings
 from services import QUICK
 from tiny_model import write_tiny_model
 
+from pageferry.client import Client
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -42,20 +45,22 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(directory: Path) -> Iterator[Cluster]:
-    settings = QUICK | {"engine.model": str(write_tiny_model(directory / "tiny"))}
+def cluster(directory: Path, of_role: Mapping[str, Settings] | None = None) -> Iterator[Cluster]:
+    """A prefill worker and two decode workers, found by their names."""
+    shared = QUICK | {"engine.model": str(write_tiny_model(directory / "tiny"))}
+    settings = {role: shared | (of_role or {}).get(role, {}) for role in ("router", "prefill", "decode")}
     hosts = HostsFile(directory / "hosts")
-    prefill = Service("prefill", 0, settings, host="127.0.0.10")
-    first = Service("decode", 0, settings, name="127.0.0.20", host="127.0.0.20")
-    second = Service("decode", first.port, settings, name="127.0.0.21", host="127.0.0.21")
+    prefill = Service("prefill", 0, settings["prefill"], host="127.0.0.10")
+    first = Service("decode", 0, settings["decode"], name="127.0.0.20", host="127.0.0.20")
+    second = Service("decode", first.port, settings["decode"], name="127.0.0.21", host="127.0.0.21")
     names = {
         "router.prefill": f"dns:///{PREFILL}:{prefill.port}",
         "router.decode": f"dns:///{DECODE}:{first.port}",
         "router.discovery_s": "0.5",
     }
-    router = Service("router", 0, settings | names)
+    router = Service("router", 0, settings["router"] | names)
     router.command_prefix = hosts.prefix
-    made = Cluster(hosts, router, [prefill, first, second, router], settings)
+    made = Cluster(hosts, router, [prefill, first, second, router], settings["decode"])
     try:
         router.start()  # first: no name leads anywhere yet
         for worker in (prefill, first, second):
@@ -88,12 +93,15 @@ def num_tokens_of(number: int) -> int:
     return 30 + number % NUM_PROMPTS * 20
 
 
-async def until(stub: Stub, condition: Callable[[dict[str, pb.WorkerStatus]], bool]) -> float:
+Ask = Callable[[], Awaitable[pb.GetStatusResponse]]
+
+
+async def until(ask: Ask, condition: Callable[[dict[str, pb.WorkerStatus]], bool]) -> float:
     """Until the router's workers, by their hosts, are as wanted; the seconds that it took."""
     began = time.monotonic()
     async with asyncio.timeout(SETTLE_S):
         while True:
-            status = await stub.GetStatus(pb.GetStatusRequest())
+            status = await ask()
             if condition({worker.address.rpartition(":")[0]: worker for worker in status.workers}):
                 return time.monotonic() - began
             await asyncio.sleep(0.05)
@@ -110,26 +118,26 @@ async def test_decode_workers_join_drain_and_die_under_load(tmp_path: Path) -> N
                 (await generate(stub, greedy(prompt_of(number), num_tokens_of(number)))).token_ids
                 for number in range(NUM_PROMPTS)
             ]
-            fds = made.router.fds()
+            fds, ask = made.router.fds(), partial(stub.GetStatus, pb.GetStatusRequest())
             stop = asyncio.Event()
             async with asyncio.TaskGroup() as clients:
                 running = [clients.create_task(load(stub, expected, stop, index * 5)) for index in range(NUM_CLIENTS)]
                 third = made.add("127.0.0.22")
                 await asyncio.to_thread(third.wait_ready)
                 took_s = await until(
-                    stub, lambda workers: third.host in workers and workers[third.host].load.generated_tokens > 50
+                    ask, lambda workers: third.host in workers and workers[third.host].load.generated_tokens > 50
                 )
                 print(f"traffic {took_s:.1f} s after it said that it is ready")
                 first, second = made.services[1:3]
                 made.hosts.remove(DECODE, first.host)
                 assert await asyncio.to_thread(first.terminate) == 0
-                await until(stub, lambda workers: first.host not in workers)
+                await until(ask, lambda workers: first.host not in workers)
                 second.kill()
                 made.hosts.remove(DECODE, second.host)
-                await until(stub, lambda workers: second.host not in workers)
+                await until(ask, lambda workers: second.host not in workers)
                 fourth = made.add("127.0.0.23")
                 await until(
-                    stub, lambda workers: fourth.host in workers and workers[fourth.host].load.generated_tokens > 50
+                    ask, lambda workers: fourth.host in workers and workers[fourth.host].load.generated_tokens > 50
                 )
                 stop.set()
             assert all(task.result() > 0 for task in running)
@@ -142,3 +150,23 @@ async def test_decode_workers_join_drain_and_die_under_load(tmp_path: Path) -> N
         ]
         assert made.router.terminate() == 0
         assert "Traceback" not in made.router.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+async def test_certificates_are_for_the_name_and_not_for_the_addresses_behind_it(tmp_path: Path) -> None:
+    skip_without_mounts()
+    authority = Authority(tmp_path)
+    of_role: dict[str, Settings] = {}
+    for role, name in (("router", SERVER_NAME), ("prefill", PREFILL), ("decode", DECODE)):
+        shown = authority.issue(role, server_name=name, address="10.9.8.7")
+        files = {"ca": str(authority.cert), "cert": str(shown.cert), "key": str(shown.key)}
+        of_role[role] = {f"security.{kind}_file": file for kind, file in files.items()}
+    of_role["prefill"] = {**of_role["prefill"], "security.server_name": DECODE}  # it pushes pages to an address
+    with cluster(tmp_path, of_role) as made:
+        async with Client(made.router.address, server_name=SERVER_NAME, **files) as client:
+            for token in (5, 6):
+                result = await client.generate([token] * 40, max_tokens=8, temperature=0, ignore_eos=True).result()
+                assert len(result.token_ids) == 8
+                assert result.pages.shipped  # to a decode worker's own address
+            await until(client.status, lambda workers: [one.state for one in workers.values()] == ["ready"] * 3)
