@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 from opentelemetry import context as otel_context
@@ -67,3 +68,15 @@ def test_a_deadline_is_counted_on_the_workers_clock(remaining: float | None, dea
             return remaining
 
     assert deadline_of(Context(), lambda: 100.0) == deadline
+
+
+def test_a_thread_that_is_held_up_between_two_clocks_reads_them_again() -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    readings = iter([500.0, 530.0, 530.0, 530.0])  # half a minute passes behind the first one
+    spans = PastSpans(provider.get_tracer("test"), lambda: next(readings))
+    began_ns = time.time_ns()
+    spans.record("chunk", otel_context.get_current(), 529.0, 530.0, {})
+    (chunk,) = exporter.get_finished_spans()
+    assert chunk.end_time is not None
+    assert 0 <= chunk.end_time - began_ns < 10e9

@@ -25,6 +25,7 @@ from pageferry.runtime.telemetry import record_span
 from pageferry.runtime.worker_step import ChunkDone, StepDone
 
 MAX_PROFILE_CHARACTERS = 64
+_HELD_UP_S = 1e-4  # between readings of two clocks that should be of one moment
 
 
 class HasParent(Protocol):
@@ -165,8 +166,16 @@ class PastSpans:
         attributes: Mapping[str, AttributeValue],
         links: ListLike[Link] = (),
     ) -> None:
-        wall = time_ns() - int(self._clock() * 1e9)
+        wall = self._wall_offset_ns()
         record_span(self._tracer, name, parent, wall + int(start * 1e9), wall + int(end * 1e9), attributes, links)
+
+    def _wall_offset_ns(self) -> int:
+        """From the worker's clock to the wall clock; both are read again where something came between the readings."""
+        for _ in range(3):
+            before, wall, after = self._clock(), time_ns(), self._clock()
+            if after - before < _HELD_UP_S:
+                break
+        return wall - int((before + after) / 2 * 1e9)
 
 
 @dataclass(slots=True)
