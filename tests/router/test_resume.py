@@ -328,7 +328,7 @@ async def test_another_process_at_the_address_means_that_the_streams_are_lost(ro
     first.restart()
     first.pause_at = {}  # it is another process, and may get the request as well as the other worker
     assert (await finish(answer, stream)).token_ids == TOKENS[:30]
-    assert worker.view.incarnation != old
+    await router.until(lambda: worker.view.incarnation != old)
     assert resumes(router, "resumed") == 1
 
 
