@@ -1,10 +1,12 @@
-"""What a collector that is away, or slow, costs requests: their latency beside that without a collector.
+"""What a collector that is away, or slow, costs requests, whose latency is shown beside that without a collector, and
+ends of processes.
 
     python bench/collector_away.py [--turns 40] [--requests 24] [--json FILE]
 
 For each kind of collector two deployments, one with it and one without any, are asked in turns: a few requests to one,
 as many to the other, over and over, so that whatever else the machine does meets both alike. The workers are
-Pageferry's but for the model, which is a clock. What two without a collector differ by, "none", is noise.
+Pageferry's but for the model, which is a clock. What two without a collector differ by, "none", is noise. `exit s` is
+from SIGTERM to the end of a process, its drain included, of the slowest.
 """
 
 import argparse
@@ -88,6 +90,17 @@ async def measure(clusters: list[Cluster], turns: int, num_requests: int) -> lis
     return sides
 
 
+def end(cluster: Cluster) -> float:
+    """Seconds that its processes take, one after the other, the slowest of them."""
+    longest = 0.0
+    for process in (cluster.router, *cluster.workers):
+        began = time.monotonic()
+        process.terminate()
+        process.wait(60)
+        longest = max(longest, time.monotonic() - began)
+    return longest
+
+
 def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, round(share * len(values)))]
 
@@ -112,7 +125,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], choices=COLLECTORS, metavar="COLLECTOR")
     options = parser.parse_args()
     results = {}
-    print(f"{'collector':20}{'':9}{'first token p50':>16}{'p99':>8}{'request p50':>13}{'p99 ms':>9}{'lost spans':>12}")
+    heads = ("first token p50", "p99", "request p50", "p99 ms", "lost spans", "exit s")
+    print(f"{'collector':29}" + "".join(map("{:>{}}".format, heads, (16, 8, 13, 9, 12, 8))))
     for name in options.only or COLLECTORS:
         with COLLECTORS[name]() as url, contextlib.ExitStack() as stack:
             clusters = []
@@ -120,10 +134,14 @@ def main() -> int:
                 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint
                 clusters.append(stack.enter_context(running(LOAD)))
             sides = asyncio.run(measure(clusters, options.turns, options.requests))
-            results[name] = {which: figures(side) for which, side in zip(("without", "with"), sides, strict=True)}
+            results[name] = {
+                which: figures(side) | {"exit_s": end(side.cluster)}
+                for which, side in zip(("without", "with"), sides, strict=True)
+            }
         for which, row in results[name].items():
-            first50, first99, last50, last99, lost = list(row.values())[1:]
-            print(f"{name:20}{which:9}{first50:16.2f}{first99:8.2f}{last50:13.2f}{last99:9.2f}{lost:12.0f}", flush=True)
+            first50, first99, last50, last99, lost, exit_s = list(row.values())[1:]
+            times = f"{first50:16.2f}{first99:8.2f}{last50:13.2f}{last99:9.2f}"
+            print(f"{name:20}{which:9}{times}{lost:12.0f}{exit_s:8.1f}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -217,7 +217,8 @@ class TraceStore(sdk.SpanProcessor):
             if (trace := traces.get(trace_id)) is not None:
                 return trace_id, trace
         what = f"no trace {name!r} is" if name else "no finished request's trace is"
-        raise NotFoundError(f"{what} among the last {self._max_traces} traces kept", reason="TRACE_NOT_FOUND")
+        where = f"among the last {self._max_traces} traces kept; a request that is not sampled leaves none"
+        raise NotFoundError(f"{what} {where}", reason="TRACE_NOT_FOUND")
 
 
 class TraceReceiver(TraceServiceServicer):
