@@ -4,7 +4,7 @@ import contextlib
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,19 @@ class Prometheus:
 
     def wait(self, expression: str) -> None:
         """Until the expression gives something."""
-        end = time.monotonic() + START_S
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if self.query(expression):
-                    return
-            assert time.monotonic() < end, f"not within {START_S:g} s: {expression}"
-            time.sleep(POLL_S)
+        _until(lambda: bool(self.query(expression)), expression)
+
+    def is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/-/ready").status_code == httpx.codes.OK
+        return False
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {START_S:g} s: {what}"
+        time.sleep(POLL_S)
 
 
 @contextlib.contextmanager
@@ -69,7 +75,9 @@ def scraping(targets: Mapping[str, str], directory: Path) -> Iterator[Prometheus
             stderr=subprocess.STDOUT,
         )
     try:
-        yield Prometheus(f"http://{address}")
+        prometheus = Prometheus(f"http://{address}")
+        _until(prometheus.is_ready, "Prometheus is ready")
+        yield prometheus
     except BaseException as error:
         error.add_note((directory / "log").read_text(encoding="utf-8")[-3000:])
         raise
