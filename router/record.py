@@ -22,7 +22,7 @@ class Past:
 
     number: int  # counts from 1
     request_id: str
-    trace_id: str
+    trace_id: str  # empty of one that was not sampled
     model: str
     profile: str  # as asked for
     arrived: float  # Unix seconds

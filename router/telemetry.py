@@ -43,7 +43,8 @@ class Telemetry:
         self.metrics.count_request(name)
         span.end(timeline.wall_ns(now))
         reason = outcome.reason if isinstance(outcome, PageferryError) else ""
-        trace_id = format_trace_id(span.get_span_context().trace_id)
+        context = span.get_span_context()
+        trace_id = format_trace_id(context.trace_id) if context.trace_flags.sampled else ""
         self.record.ended(timeline, model, trace_id, name, reason, now)
         if not isinstance(outcome, PageferryError):
             self._observe(timeline, exemplar_of(span), now)

@@ -51,10 +51,10 @@ async def test_chat_then_trace_then_waterfall(split: Cluster) -> None:
         await page.wait_for_selector("#requests tr")
         await link.click()
         await page.wait_for_selector('.fall[data-span="kv.push"]')
-        await page.wait_for_function("traceData?.is_whole")
+        await page.wait_for_function("() => traceData?.is_whole")
         await check_waterfall(page, trace_id)
         await page.keyboard.press("Escape")
-        await page.wait_for_function("!document.querySelector('#trace').open && !location.hash")
+        await page.wait_for_function("() => !document.querySelector('#trace').open && !location.hash")
         assert await page.evaluate("document.activeElement.dataset.trace") == trace_id
         await page.focus("#requests tr:first-child button")
         await page.keyboard.press("Enter")
@@ -129,9 +129,9 @@ class Shown(FakeFrontend):
             raise NotFoundError(f"no trace {request.id!r} is kept", reason="TRACE_NOT_FOUND")
         return pb.GetTraceResponse(trace_id=TRACE_ID.hex(), traces_data=example().SerializeToString())
 
-    def ended(self, request_id: str, reason: str = "") -> None:
+    def ended(self, request_id: str, reason: str = "", trace_id: str = TRACE_ID.hex()) -> None:
         outcome = "internal" if reason else "stop"
-        self.record.ended(Timeline(0.0, request_id=request_id), self.model, TRACE_ID.hex(), outcome, reason, 1.0)
+        self.record.ended(Timeline(0.0, request_id=request_id), self.model, trace_id, outcome, reason, 1.0)
 
 
 @asynccontextmanager
@@ -145,7 +145,7 @@ async def test_whatever_names_are_given_they_are_shown_as_text() -> None:
     frontend = Shown((fake.started(), fake.delta(HOSTILE), fake.finished()), model=HOSTILE)
     frontend.workers[0].address = frontend.workers[0].reason = HOSTILE
     frontend.ended(HOSTILE, reason=HOSTILE)
-    async with shown(frontend) as url, visiting(url) as page:
+    async with shown(frontend) as url, visiting(url, expected="status of 404") as page:
         await page.wait_for_selector("#requests tr")
         await page.fill("#question", HOSTILE)
         await page.press("#question", "Enter")
@@ -237,6 +237,7 @@ async def test_an_answer_can_be_stopped(way: str) -> None:
 async def test_all_that_can_be_used_can_be_reached_by_keys_and_has_a_name() -> None:
     frontend = Shown()
     frontend.ended("r-1")
+    frontend.ended("not-sampled", trace_id="")
     async with shown(frontend) as url, visiting(url, size="phone") as page:
         await page.wait_for_selector("#requests tr")
         reached = []

@@ -150,6 +150,16 @@ async def test_requests_are_told_newest_first_without_a_word_of_their_text(tiny_
         assert SECRET not in str(told) and "secret" not in str(await get(http, "status"))
 
 
+async def test_a_request_that_was_not_sampled_is_told_without_a_trace(tiny_model: Path) -> None:
+    async with opened(tiny_model) as (_, http):
+        body = {"prompt": "a", "max_tokens": 3}
+        for flags in ("00", "01"):
+            headers = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-{flags}"}
+            assert (await http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        told = await get(http, "requests")
+        assert [past["trace_id"] for past in told["requests"]] == ["a" * 32, ""]
+
+
 @pytest.mark.parametrize(
     ("path", "param", "message"),
     [
