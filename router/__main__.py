@@ -167,8 +167,8 @@ async def _run(
             fleet.start()
             await stop.wait()
             readiness.cancel()
-            recording.cancel()
             await _drain(server, frontend, config.server.drain_grace_s)
+            recording.cancel()
             http_stop.set()
     except ExceptionGroup as group:
         raise group.exceptions[0] from None

@@ -135,8 +135,9 @@ class Shown(FakeFrontend):
 
 
 @asynccontextmanager
-async def shown(frontend: Shown) -> AsyncIterator[str]:
-    page = Page(frontend, frontend.record, frontend.model, keeps_traces=True)
+async def shown(frontend: Shown, trace_url: str = "") -> AsyncIterator[str]:
+    """With `trace_url`, traces are kept there and not here."""
+    page = Page(frontend, frontend.record, frontend.model, keeps_traces=not trace_url, trace_url=trace_url)
     async with serving(frontend, page=page) as url:
         yield url
 
@@ -218,6 +219,18 @@ async def test_nothing_is_asked_while_nobody_looks() -> None:
             await looked_at(False)
         async with page.expect_response(f"{url}/pageferry/v1/status*"):
             await page.clock.run_for(2500)
+
+
+@pytest.mark.parametrize("scheme", ["https", "javascript"])
+async def test_a_trace_that_is_elsewhere_is_linked_to(scheme: str) -> None:
+    frontend = Shown()
+    frontend.ended("r-1", trace_id="a" * 32)
+    trace_url = f"{scheme}://traces.example/{{trace_id}}?from=page"
+    async with shown(frontend, trace_url) as url, visiting(url, expected="status of 404") as page:
+        await page.click("#requests button")
+        await page.wait_for_selector("text=is kept")
+        links = await page.eval_on_selector_all("#trace-body a", "links => links.map(link => link.href)")
+        assert links == ([f"https://traces.example/{'a' * 32}?from=page"] if scheme == "https" else [])
 
 
 @pytest.mark.parametrize("way", ["button", "key"])
