@@ -58,9 +58,19 @@ def shapes(lines: list[str]) -> list[str]:
     return [kind for index, kind in enumerate(kinds) if kinds[index - 1 : index] != [kind]]
 
 
+async def test_each_method_of_the_service_and_none_else_is_to_be_had_by_json(edge: Envoy) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{edge.address('edge')}", timeout=60) as http:
+        methods = [method.name for method in pb.DESCRIPTOR.services_by_name["InferenceService"].methods]
+        statuses = {
+            name: (await http.post(f"/pageferry.v1.InferenceService/{name}", json={})).status_code
+            for name in (*methods, "Guess")
+        }
+    assert statuses == {**dict.fromkeys(methods, 200), "Guess": 404}
+
+
 @pytest.fixture
-async def collector() -> AsyncIterator[Collector]:
-    async with collecting() as made:
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
         yield made
 
 
@@ -112,8 +122,8 @@ async def test_a_caller_s_trace_and_id_go_on_unchanged(
     own = str(router.service.metadata["traceparent"]).split("-")[1]
     await collector.until(lambda: bool(collector.of("pageferry-edge", own)), "the last span")
     spans = collector.of("pageferry-edge", TRACE)
-    assert [span.parent_id for span in spans] == ([CALLER] * 2 if sampled == "01" else [])
-    assert told[2] in [span.span_id for span in spans] or sampled == "00"
+    assert [span.parent_id.hex() for span in spans] == ([CALLER] * 2 if sampled == "01" else [])
+    assert told[2] in [span.span_id.hex() for span in spans] or sampled == "00"
 
 
 async def test_the_edge_ends_when_its_streams_have_ended(edge: Envoy, router: FakeRouter) -> None:

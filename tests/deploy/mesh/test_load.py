@@ -144,7 +144,7 @@ def assert_each_began_once(collector: Collector) -> None:
     assert ids - before_the_load == Counter(f"request-{number}" for number in range(NUM_STREAMS))
     for span in requests:
         (outer,) = collector.of(EDGE, span.trace_id)
-        assert (span.parent_id, outer.parent_id) == (outer.span_id, "")
+        assert (span.parent_id, outer.parent_id) == (outer.span_id, b"")
 
 
 def assert_workers_began_once(collector: Collector) -> None:
@@ -160,32 +160,31 @@ def assert_workers_began_once(collector: Collector) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_worker_killed_and_a_router_ended_under_load_cost_no_stream(tiny_model: Path) -> None:
-    async with collecting() as collector:
-        with meshed(tiny_model, collector.address) as mesh:
-            address = mesh.edge.address("edge")
-            async with (
-                grpc.aio.insecure_channel(address) as channel,
-                httpx.AsyncClient(base_url=f"http://{address}", timeout=120) as http,
-            ):
-                load = Load(InferenceServiceStub(channel), http)
-                await load.learn()
-                async with asyncio.timeout(300), asyncio.TaskGroup() as clients:
-                    for _ in range(NUM_CLIENTS):
-                        clients.create_task(load.client())
-                    await load.until(NUM_STREAMS // 5)
-                    mesh.deployment.decode[0].kill()
-                    await load.until(NUM_STREAMS // 2)
-                    ending = mesh.deployment.routers[0]
-                    ending.signal(signal.SIGTERM)
-            assert load.failures == []
-            assert await asyncio.to_thread(ending.wait_ended) == 0
-            await collector.until(
-                lambda: len({span.trace_id for span in collector.named(REQUEST)}) == NUM_STREAMS + NUM_PROMPTS,
-                "spans of all requests",
-            )
-            traces = {span.trace_id for span in collector.named(REQUEST)}
-            await collector.until(
-                lambda: traces <= {span.trace_id for span in collector.spans if span.service == EDGE}, "Envoy's spans"
-            )
-            assert_each_began_once(collector)
-            assert_workers_began_once(collector)
+    with collecting() as collector, meshed(tiny_model, collector.address) as mesh:
+        address = mesh.edge.address("edge")
+        async with (
+            grpc.aio.insecure_channel(address) as channel,
+            httpx.AsyncClient(base_url=f"http://{address}", timeout=120) as http,
+        ):
+            load = Load(InferenceServiceStub(channel), http)
+            await load.learn()
+            async with asyncio.timeout(300), asyncio.TaskGroup() as clients:
+                for _ in range(NUM_CLIENTS):
+                    clients.create_task(load.client())
+                await load.until(NUM_STREAMS // 5)
+                mesh.deployment.decode[0].kill()
+                await load.until(NUM_STREAMS // 2)
+                ending = mesh.deployment.routers[0]
+                ending.signal(signal.SIGTERM)
+        assert load.failures == []
+        assert await asyncio.to_thread(ending.wait_ended) == 0
+        await collector.until(
+            lambda: len({span.trace_id for span in collector.named(REQUEST)}) == NUM_STREAMS + NUM_PROMPTS,
+            "spans of all requests",
+        )
+        traces = {span.trace_id for span in collector.named(REQUEST)}
+        await collector.until(
+            lambda: traces <= {span.trace_id for span in collector.spans if span.service == EDGE}, "Envoy's spans"
+        )
+        assert_each_began_once(collector)
+        assert_workers_began_once(collector)
