@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from ext_proc import MODE, Gateway, Told, answer_of, body_of, chat, headers_of
+from ext_proc import MODE, Gateway, Told, answer_of, body_of, chat, framed, headers_of
 from fake_workers import LAYOUT, Rig, Script, eventually
 
 from pageferry.core.config import Config, RouterConfig, SecurityConfig, ServerConfig
@@ -383,11 +383,6 @@ async def test_tenants_are_known_by_their_keys(picking: Any, tmp_path: Path) -> 
         assert (await rig.gateway.ask(chat(), authorization="Bearer k1")).status == 403  # for its priority
         told = await rig.gateway.ask(chat(priority=5), authorization="Bearer k1")
         assert told.endpoints == [A, B]
-
-
-def framed(request: pb.GenerateRequest) -> bytes:
-    data = request.SerializeToString()
-    return b"\0" + len(data).to_bytes(4, "big") + data
 
 
 async def test_generate_of_grpc_is_picked_for_too(picking: Any) -> None:

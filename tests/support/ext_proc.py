@@ -9,6 +9,7 @@ import grpc
 
 from pageferry.ext_proc import external_processor_pb2 as envoy
 from pageferry.ext_proc.external_processor_pb2_grpc import ExternalProcessorStub
+from pageferry.v1.inference_pb2 import GenerateRequest
 
 MODE = envoy.ProcessingMode
 CHAT = "/v1/chat/completions"
@@ -17,6 +18,12 @@ CHAT = "/v1/chat/completions"
 def chat(text: str = "Say something.", **fields: Any) -> bytes:
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 4} | fields
     return json.dumps(body).encode()
+
+
+def framed(request: GenerateRequest) -> bytes:
+    """The body of a call of gRPC."""
+    data = request.SerializeToString()
+    return b"\0" + len(data).to_bytes(4, "big") + data
 
 
 def headers_of(
