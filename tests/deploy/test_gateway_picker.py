@@ -15,7 +15,7 @@ CUSTOM = ("InferencePool", "HTTPRoute")
 
 
 def objects() -> tuple[Manifest, ...]:
-    return kustomized("gpu", ("components/gateway-picker",))
+    return kustomized("gpu", ("components/gateway-picker", "components/gateway-picker/model-volume"))
 
 
 def workload(name: str, number: int = 0) -> Workload:
@@ -59,6 +59,13 @@ def test_the_pool_is_the_routers_beside_decode_workers_and_the_picker_knows_thei
     service = named(objects(), "Service", spec["endpointPickerRef"]["name"])
     assert _takes({"matchLabels": service["spec"]["selector"]}, named(objects(), "Deployment", "pageferry-picker"))
     assert spec["endpointPickerRef"]["port"]["number"] == service["spec"]["ports"][0]["port"] == picker.server.port
+
+
+def test_every_service_finds_its_model(tmp_path: Path) -> None:
+    for name, number in (("pageferry-picker", 0), ("pageferry-decode", 0), ("pageferry-decode", 1)):
+        mount, volume = workload(name, number).mount_of(config(name, tmp_path, number).engine.model)
+        assert mount["readOnly"] is True
+        assert volume["persistentVolumeClaim"]["claimName"] == "pageferry-model"
 
 
 def test_the_route_leads_to_the_pool() -> None:
