@@ -30,8 +30,11 @@ class Discovery:
     async def follow(self, on_lookup: Callable[[], None], interval_s: float) -> None:
         """Look it up for ever; `on_lookup` is called after each time."""
         while True:
-            await self._look_up()
-            on_lookup()
+            try:
+                await self._look_up()
+                on_lookup()
+            except Exception as error:  # else workers would come and go unnoticed from then on
+                log("discovery_failed", level="error", name=self.text, error=error)
             await asyncio.sleep(interval_s)
 
     async def _look_up(self) -> None:

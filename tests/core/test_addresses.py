@@ -24,6 +24,8 @@ def test_an_address_is_no_name(text: str) -> None:
         ("dns:///decode:0", "must be host:port or dns:///name:port with a port from 1 to 65535"),
         ("dns://10.0.0.10/decode:1", "must be dns:///name:port, whose name this machine's resolver is asked for"),
         ("dns:///de code:1", "must be dns:///name:port, whose name this machine's resolver is asked for"),
+        ("dns:///decode..svc:1", "must be dns:///name:port, whose name this machine's resolver is asked for"),
+        (f"dns:///{'a' * 64}:1", "must be dns:///name:port, whose name this machine's resolver is asked for"),
         ("dns:///fd00::1:1", "must be dns:///name:port, whose name this machine's resolver is asked for"),
     ],
 )

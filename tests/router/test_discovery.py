@@ -226,6 +226,21 @@ async def test_one_process_behind_two_addresses_is_one_worker(rig: Make) -> None
         assert states(router)["10.0.1.1:1"] == "ready" and router.frontend.ready
 
 
+async def test_a_fault_of_our_own_does_not_end_the_lookups(rig: Make, caplog: pytest.LogCaptureFixture) -> None:
+    async with whole(rig) as router:
+
+        def fail_once() -> None:
+            if router.fleet._names[0].addresses != {"10.0.0.1:1"}:
+                router.fleet.listeners.remove(fail_once)
+                raise RuntimeError("a fault")
+
+        router.fleet.listeners.append(fail_once)
+        behind(router, router.prefill).clear()
+        await eventually(lambda: "discovery_failed" in caplog.messages)
+        await put(router, router.prefill, "10.0.0.2")
+        await router.until(lambda: states(router).get("10.0.0.2:1") is not None)
+
+
 def own_tasks() -> Counter[str]:
     """The router's, by what they run; the workers' servers have others."""
     names = (getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())

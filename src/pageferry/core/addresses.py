@@ -7,6 +7,8 @@ from pageferry.core.errors import invalid
 from pageferry.core.ports import MAX_PORT, is_port
 
 _DNS = "dns:"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_MAX_NAME = 254  # with a dot at its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,6 @@ def parse_worker(field: str, text: str) -> ServiceName | None:
         raise invalid(field, text, f"must be host:port or dns:///name:port with a port from 1 to {MAX_PORT}")
     if not is_name:
         return None
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", host):
+    if not _NAME.fullmatch(host) or len(host) > _MAX_NAME:
         raise invalid(field, text, "must be dns:///name:port, whose name this machine's resolver is asked for")
     return ServiceName(host, int(port))
