@@ -8,7 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 # A host's name to its addresses, none where it has none; OSError where that can't be told.
 Resolve = Callable[[str], Awaitable[frozenset[str]]]
 
-_NO_ADDRESS = {socket.EAI_NONAME, socket.EAI_NODATA}
+# Not every system's library knows them all.
+_NO_ADDRESS = {
+    getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA", "EAI_ADDRFAMILY") if hasattr(socket, name)
+}
 _MAX_LOOKUPS = 8  # at once; one may take half a minute where no server answers
 
 
