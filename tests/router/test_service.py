@@ -207,7 +207,7 @@ async def test_a_thousand_calls_at_a_queue_of_a_hundred(tiny_model: Path) -> Non
         router.decode.publish(running=8)
         await router.until(lambda: router.fleet.workers[1].view.load.running == 8)
         calls = [asyncio.create_task(refused(stub.Generate(ask()))) for _ in range(1000)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(110):
             while sum(call.done() for call in calls) < 900:
                 await asyncio.wait(calls, timeout=0.1, return_when=asyncio.FIRST_COMPLETED)
         assert router.frontend.get_status().queued == 100

@@ -24,9 +24,10 @@ from pageferry.runtime.tls import Certificates
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-# Calls that came and that no handler has taken yet. Beyond its own limit, 1000, the library drops calls as CANCELLED;
-# whether there is room is for handlers to say, with a status that says so.
+# Calls that came and that no handler has taken yet. Beyond its own limits, 1000 calls and 30 s, the library drops calls
+# as CANCELLED; whether there is room is for handlers to say, with a status that says so.
 _MAX_PENDING = 1_000_000
+_MAX_UNREQUESTED_S = 3600
 _FLUSH_S = 2.0  # for the last messages and statuses to leave, at readers' pace
 # A server stays until this long nobody has sent it new work: who has not heard that it drains is told so, and not cut.
 _QUIET_S = 0.2
@@ -79,6 +80,7 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 *_bounds(),
                 *_age(config.connection_age_s),
+                ("grpc.server_max_unrequested_time_in_server", _MAX_UNREQUESTED_S),
                 ("grpc.server.max_pending_requests", _MAX_PENDING),
                 ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ),
