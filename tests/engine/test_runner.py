@@ -136,6 +136,7 @@ class FailingModel:
     bad_row: int
     step: int = 0
     likeliest: None = None
+    device_s: None = None
 
     def forward(self, batch: Batch, pages: PageTensors) -> torch.Tensor:
         logits = self.model.forward(batch, pages)

@@ -176,6 +176,7 @@ class Markov:
     """A model whose next token depends on the last one alone."""
 
     likeliest = None
+    device_s = None
 
     def forward(self, batch: Batch, pages: object) -> torch.Tensor:
         return TABLE.log()[batch.token_ids[batch.sampled_rows.long()].long()].clone()
