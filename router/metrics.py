@@ -111,11 +111,11 @@ class RouterMetrics(Metrics):
         for part, series in self._first_parts.items():
             series.observe(getattr(timings, f"{part}_ms") / 1000)
 
-    def observe_second_token(self, timings: Timings, first_step_ms: float) -> None:
-        """Of one that went well and was handed over."""
-        parts_ms = (timings.transfer_tail_ms, timings.decode_queue_ms, first_step_ms)
-        for series, part_ms in zip(self._second_parts.values(), parts_ms, strict=True):
-            series.observe(part_ms / 1000)
+    def observe_second_token(self, parts_ms: Mapping[str, float]) -> None:
+        """Of one that went well and was handed over; none where it had no second token, or both came together."""
+        for part, series in self._second_parts.items():
+            if part in parts_ms:
+                series.observe(parts_ms[part] / 1000)
 
     def count_rejection(self, error: PageferryError) -> None:
         """A request got no token; whether it was refused, or failed, its error says."""

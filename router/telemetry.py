@@ -54,11 +54,9 @@ class Telemetry:
     def _observe(self, timeline: Timeline, exemplar: dict[str, str] | None, now: float) -> None:
         self.metrics.request_s.observe(now - timeline.arrival, exemplar)
         if timeline.first_token is not None:
-            timings = timeline.timings(now)
-            self.metrics.observe_parts(timings)
-            if timeline.second_token is not None and timeline.pages.shipped:
-                first_step_ms = max(0.0, timeline.first_step_ms - timings.decode_queue_ms)
-                self.metrics.observe_second_token(timings, first_step_ms)
+            self.metrics.observe_parts(timeline.timings(now))
+            if timeline.pages.shipped:
+                self.metrics.observe_second_token(timeline.second_token_ms())
 
 
 class PastSpans:

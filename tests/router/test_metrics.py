@@ -14,7 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.router.gateway.http import build_app
-from pageferry.router.metrics import FIRST_TOKEN_PARTS, RouterMetrics
+from pageferry.router.metrics import FIRST_TOKEN_PARTS, SECOND_TOKEN_PARTS, RouterMetrics
+from pageferry.runtime.trace_store import REQUEST_SPAN
 from pageferry.v1 import inference_pb2 as pb
 
 TOKENS = range(100, 140)
@@ -42,9 +43,17 @@ async def test_the_parts_of_the_time_to_first_token_add_up_to_it(router: Rig) ->
     assert sum(parts) == pytest.approx(router.value(f"{TTFT}_sum"), rel=0.01)
     for part in FIRST_TOKEN_PARTS:
         assert router.value("pageferry_first_token_part_seconds_count", part=part) == 3
-    for part in ("transfer_tail", "decode_queue", "first_step"):
-        assert router.value("pageferry_second_token_part_seconds_count", part=part) == 3
     assert router.value("pageferry_queue_seconds_count") == 3
+
+
+async def test_the_second_tokens_parts_are_those_on_spans(router: Rig) -> None:
+    for _ in range(3):
+        await router.generate(ask())
+    said = [dict(span.attributes or {}) for span in router.log.spans if span.name == REQUEST_SPAN]
+    for part in SECOND_TOKEN_PARTS:
+        on_spans: list[Any] = [attributes[f"pageferry.second_token.{part}_ms"] for attributes in said]
+        assert router.value("pageferry_second_token_part_seconds_count", part=part) == len(on_spans) == 3
+        assert router.value("pageferry_second_token_part_seconds_sum", part=part) * 1000 == pytest.approx(sum(on_spans))
 
 
 async def test_what_is_refused_counts_by_reason_and_what_fails_does_not(router: Rig) -> None:
