@@ -197,7 +197,7 @@ def edge_places(grpc: Sequence[str], http: Sequence[str], collector: str = "127.
     """Of the edge, before routers at those addresses; without a collector its spans are lost."""
     return {
         "0.0.0.0:8080": ANY_PORT,
-        "pageferry-router:50051": grpc,
-        "pageferry-router:8080": http,
+        "pageferry-routers:50051": grpc,
+        "pageferry-routers:8080": http,
         "otel-collector:4317": collector,
     }

@@ -60,8 +60,8 @@ def meshed(model: Path, collector: str) -> Iterator[Mesh]:
         stack.enter_context(deployment)
         places = {
             "0.0.0.0:8080": ANY_PORT,
-            "pageferry-router:50051": [router.address for router in deployment.routers],
-            "pageferry-router:8080": [router.http.removeprefix("http://") for router in deployment.routers],
+            "pageferry-routers:50051": [router.address for router in deployment.routers],
+            "pageferry-routers:8080": [router.http.removeprefix("http://") for router in deployment.routers],
             "otel-collector:4317": collector,
         }
         edge = stack.enter_context(Envoy("edge", places))
