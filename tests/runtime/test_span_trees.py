@@ -1,7 +1,7 @@
 """Spans as trees: when a trace is whole, and its spans as plain objects."""
 
 import pytest
-from fake_trace import example, span
+from fake_trace import example, of_service, span
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.runtime import span_trees
@@ -29,6 +29,17 @@ def test_steps_beside_it_make_no_trace_less_whole() -> None:
     data.resource_spans[0].scope_spans[0].spans.append(span((77, 0), "decode.step", "", (-1, 2)))
     assert span_trees.is_whole(data)
     assert [entry["name"] for entry in span_trees.as_json(data)][:2] == ["decode.step", "pageferry.request"]
+
+
+@pytest.mark.parametrize("has_request", [True, False])
+def test_a_trace_that_begins_with_a_pick_is_whole_with_its_request(has_request: bool) -> None:
+    data = example() if has_request else TracesData()
+    data.resource_spans.append(of_service("pageferry-router", span((50, 0), "pageferry.pick", "server", (-2, 0))))
+    for resource in data.resource_spans:
+        for candidate in resource.scope_spans[0].spans:
+            if candidate.name == "pageferry.request":
+                candidate.parent_span_id = (50).to_bytes(8)
+    assert span_trees.is_whole(data) == has_request
 
 
 def test_json_has_the_same_order() -> None:

@@ -50,12 +50,17 @@ def trees(data: TracesData) -> list[Node]:
 
 
 def is_whole(data: TracesData) -> bool:
-    """Whether the request's span is there, every parent is, and the other end of every call."""
+    """Whether the request's span is there, every parent is, and the other end of every call.
+
+    Above the request may be the span of who picked its worker, in a router that keeps both.
+    """
     roots = [root for root in trees(data) if root.name not in STEP_SPANS]
-    if [root.name for root in roots] != [REQUEST_SPAN]:
+    if len(roots) != 1:
         return False
-    calls = [node for _, node in roots[0].walk() if node.kind == "client"]
-    return all(any(child.kind == "server" for child in call.children) for call in calls)
+    nodes = [node for _, node in roots[0].walk()]
+    calls = [node for node in nodes if node.kind == "client"]
+    has_request = any(node.name == REQUEST_SPAN for node in nodes)
+    return has_request and all(any(child.kind == "server" for child in call.children) for call in calls)
 
 
 def as_json(data: TracesData) -> list[dict[str, object]]:
