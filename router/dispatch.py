@@ -198,7 +198,8 @@ class Dispatcher:
             route = choose(ask.demand, prefills, decode_states(ask, decodes), self._settings)
         if route is None:
             return None
-        by_address = {worker.address: worker for worker in self._fleet.workers}
+        # An address may be there twice, but one of them is refused then.
+        by_address = {worker.address: worker for worker in self._fleet.workers if worker.is_ready}
         grant = Grant(
             route,
             by_address[route.prefill] if route.prefill else None,

@@ -15,7 +15,7 @@ from fake_workers import LAYOUT, FakeDecode, FakePrefill, FakeWorker, Rig, Scrip
 
 from pageferry.core.addresses import host_port
 from pageferry.core.errors import UnavailableError
-from pageferry.router.workers import Role
+from pageferry.router.workers import Role, WorkerState
 from pageferry.v1 import inference_pb2 as pb
 
 Make = Callable[..., Rig]
@@ -224,6 +224,19 @@ async def test_one_process_behind_two_addresses_is_one_worker(rig: Make) -> None
         await router.until(lambda: states(router).get("[fd00::1]:1") == "refused")
         assert reason(router, "[fd00::1]:1") == "it is the process that 10.0.1.1:1 leads to"
         assert states(router)["10.0.1.1:1"] == "ready" and router.frontend.ready
+
+
+async def test_an_address_that_is_there_twice_counts_its_work_where_it_is_used(rig: Make) -> None:
+    async with whole(rig) as router:
+        router.fleet._add(Role.DECODE, "10.0.1.1:1")
+        first, second = router.fleet.of(Role.DECODE)
+        await router.until(lambda: second.state is WorkerState.REFUSED)
+        pause = router.decode.pause_at[1] = asyncio.Event()
+        live = asyncio.create_task(router.generate(ask()))
+        await eventually(lambda: router.decode.num_live == 1)
+        assert (first.num_granted, second.num_granted) == (1, 0)
+        pause.set()
+        assert len((await live).token_ids) == 3
 
 
 async def test_a_fault_of_our_own_does_not_end_the_lookups(rig: Make, caplog: pytest.LogCaptureFixture) -> None:
