@@ -69,10 +69,24 @@ def test_a_load_is_read_when_metrics_are() -> None:
 def test_tails_count_against_what_a_format_saves() -> None:
     layout = CacheLayout("f", PageFormat.parse("int8:channel"), 16, 2, 64, LAYOUT.groups)
     metrics = worker_metrics(layout)
-    metrics.set_load(WorkerLoad(pools=[PoolLoad(group=0), PoolLoad(pages_resident=2)]))
+    metrics.set_load(WorkerLoad(pools=[PoolLoad(group=0, pages_resident=6), PoolLoad(pages_resident=2)]))
     values = samples(metrics)
     assert values["pageferry_pages,fp16,tails,resident"] == 2
-    assert values["pageferry_kv_saved_bytes"] == -2 * sum(tails.page_bytes for tails in layout.tails) < 0
+    plain_bytes, tail_bytes = 16 * 2 * 64 * 2 * 2 * layout.num_layers, sum(tails.page_bytes for tails in layout.tails)
+    assert values["pageferry_kv_saved_bytes"] == 6 * (plain_bytes - layout.pages[0].page_bytes) - 2 * tail_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("page_format", "pools"),
+    [
+        ("fp32", [PoolLoad(group=0, pages_resident=3)]),
+        ("int8:channel", [PoolLoad(group=0), PoolLoad(pages_resident=2)]),
+    ],
+)
+def test_where_nothing_is_saved_the_gauge_is_not_negative(page_format: str, pools: list[PoolLoad]) -> None:
+    metrics = worker_metrics(CacheLayout("f", PageFormat.parse(page_format), 16, 2, 64, LAYOUT.groups))
+    metrics.set_load(WorkerLoad(pools=pools))
+    assert samples(metrics)["pageferry_kv_saved_bytes"] == 0
 
 
 def test_a_push_counts_at_both_ends_by_how_it_travelled_and_ended() -> None:

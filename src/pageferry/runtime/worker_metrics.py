@@ -87,7 +87,7 @@ class WorkerMetrics(Metrics):
         text = "Pages by state, of a cache group or of tails."
         reading("pageferry_pages", text, ("state", *pool)).read = self._read_pages
         reading("pageferry_page_bytes", "Bytes of one page.", pool).read = self._read_page_bytes
-        text = "Bytes that pages with something in them take less than in 16 bits; tails count against them."
+        text = "Bytes that pages with something in them, and tails, take less than in 16 bits without tails; else 0."
         reading("pageferry_kv_saved_bytes", text).follow(self._saved_bytes)
         reading("pageferry_sequences", "Sequences, waiting or running.", ("state",)).read = lambda: [
             (("waiting",), self._load.waiting),
@@ -200,7 +200,8 @@ class WorkerMetrics(Metrics):
         return [(labels, num_bytes) for labels, _, num_bytes, _ in self._pools()]
 
     def _saved_bytes(self) -> float:
-        return sum(
+        saved = sum(
             (plain_bytes - num_bytes) * (pool.pages_cached + pool.pages_reserved + pool.pages_resident)
             for _, pool, num_bytes, plain_bytes in self._pools()
         )
+        return max(0, saved)
