@@ -12,7 +12,6 @@ from typing import Any
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 from opentelemetry.trace import get_current_span
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from pageferry.core.errors import (
     DeadlineExceededError,
@@ -27,6 +26,7 @@ from pageferry.router.gateway.envelope import deadline_of
 from pageferry.router.picker_reply import passed, refused, sent_by_body, sent_by_headers, sent_in_duplex
 from pageferry.router.picker_request import Head, Reader, served_of
 from pageferry.router.picks import Picks, Place, Question
+from pageferry.runtime.rpc_spans import extract_context
 
 PICKER_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 BODY_S = 60.0  # for all of a request's body
@@ -153,4 +153,4 @@ def _parent(head: Head) -> Context:
     current = otel_context.get_current()
     if get_current_span(current).get_span_context().is_valid:
         return current
-    return TraceContextTextMapPropagator().extract(dict(head.headers), Context())
+    return extract_context(head.headers.items())

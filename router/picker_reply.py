@@ -1,14 +1,13 @@
 """What a gateway is told: where a request goes, that a part of it may pass, or the answer to a client instead."""
 
-import math
 from collections.abc import Iterator, Mapping
 
 from google.protobuf.struct_pb2 import Struct
 from grpc import StatusCode
 
-from pageferry.core.errors import PageferryError, UnauthenticatedError
+from pageferry.core.errors import PageferryError
 from pageferry.ext_proc import external_processor_pb2 as envoy
-from pageferry.router.gateway.errors import error_body, error_status
+from pageferry.router.gateway.errors import error_body, error_headers, error_status
 from pageferry.router.gateway.generation import dump
 from pageferry.router.picker_request import ENDPOINT, NAMESPACE, Head
 from pageferry.router.picks import Place
@@ -64,11 +63,7 @@ def sent_in_duplex(place: Place, head: Head, body: bytes, *, has_trailers: bool)
 
 def refused(error: PageferryError, head: Head) -> envoy.ProcessingResponse:
     """Answers the client in OpenAI's form, or with a status of gRPC."""
-    headers = {}
-    if error.retry_after_ms is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
-    if isinstance(error, UnauthenticatedError):
-        headers["www-authenticate"] = "Bearer"
+    headers = error_headers(error)
     reply = envoy.ImmediateResponse(status=envoy.HttpStatus(code=error_status(error)), details=error.reason.lower())
     if head.is_grpc:
         reply.grpc_status.status = StatusCode[error.code].value[0]

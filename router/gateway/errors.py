@@ -1,8 +1,15 @@
 """Errors in OpenAI's form."""
 
+import math
 from collections.abc import Mapping
 
-from pageferry.core.errors import FailedPreconditionError, FieldViolation, PageferryError, ResourceExhaustedError
+from pageferry.core.errors import (
+    FailedPreconditionError,
+    FieldViolation,
+    PageferryError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+)
 from pageferry.router.gateway.strict_json import Json
 
 # How fields of the contract begin, and what a body has in that place.
@@ -38,6 +45,16 @@ def error_status(error: PageferryError) -> int:
     if isinstance(error, ResourceExhaustedError) and error.retry_after_ms is None:
         return 413  # over a size limit; a 429 would make clients send it again
     return error.http_status
+
+
+def error_headers(error: PageferryError) -> dict[str, str]:
+    """When to come again, and which credentials are wanted."""
+    headers = {}
+    if error.retry_after_ms is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
+    if isinstance(error, UnauthenticatedError):
+        headers["www-authenticate"] = "Bearer"
+    return headers
 
 
 def error_body(error: PageferryError) -> Json:

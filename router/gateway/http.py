@@ -1,15 +1,12 @@
 """The HTTP gateway: OpenAI's endpoints, health and metrics, as an ASGI application."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from opentelemetry.context import Context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -22,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pageferry import __version__
-from pageferry.core.errors import NOTHING_BEGUN, InternalError, NotFoundError, PageferryError, UnauthenticatedError
+from pageferry.core.errors import NOTHING_BEGUN, InternalError, NotFoundError, PageferryError
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
 from pageferry.router.gateway.chat_request import parse_chat
 from pageferry.router.gateway.choices_reply import ChatReply, CompletionReply
@@ -35,7 +32,7 @@ from pageferry.router.gateway.envelope import (
     ignored_header,
     read_profile,
 )
-from pageferry.router.gateway.errors import error_body, error_status
+from pageferry.router.gateway.errors import error_body, error_headers, error_status
 from pageferry.router.gateway.fields import Reading
 from pageferry.router.gateway.generation import Caller, GenerationResponse, Generator, dump
 from pageferry.router.gateway.logprobs import TokenBytes
@@ -46,6 +43,7 @@ from pageferry.router.gateway.responses_reply import ResponsesReply
 from pageferry.router.gateway.responses_request import parse_responses
 from pageferry.router.gateway.strict_json import Json
 from pageferry.runtime.logs import log
+from pageferry.runtime.rpc_spans import extract_context
 from pageferry.v1 import inference_pb2 as pb
 
 BODY_S = 60.0  # for all of a request's body
@@ -147,7 +145,7 @@ class _Gateway:
         parsed = parse(await _body(request, self.max_body_bytes), reading)
         parsed.request.request_id = request_id
         read_profile(request, parsed.request)
-        parent = TraceContextTextMapPropagator().extract(dict(request.headers), Context())
+        parent = extract_context(request.headers.items())
         streams = parsed.streaming is not None
         protocol: dict[str, AttributeValue] = {
             "http.request.method": request.method,
@@ -203,11 +201,7 @@ def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = No
 
 
 async def _on_error(request: Request, error: PageferryError) -> Response:
-    headers = {}
-    if error.retry_after_ms is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_ms / 1000)))
-    if isinstance(error, UnauthenticatedError):
-        headers["www-authenticate"] = "Bearer"
+    headers = error_headers(error)
     if error.nothing_begun:
         headers[NOTHING_BEGUN] = "1"
     return _json(error_body(error), error_status(error), headers)
