@@ -11,7 +11,8 @@ import httpx
 import pytest
 from answer import Answer
 from cluster import Cluster, connected, generate, greedy, running, wait_idle
-from trace_sink import TraceSink, assert_sums, assert_tree, collecting
+from collector import Collector, collecting
+from trace_tree import assert_sums, assert_tree, whole_trace
 from traces import DECODE_RPC, PREFILL_RPC, SPLIT_SPANS, Span, conventional_names, counts
 
 from pageferry.v1 import inference_pb2 as pb
@@ -37,13 +38,15 @@ ONE_TOKEN = Counter(
 
 
 @pytest.fixture(scope="module")
-def sink() -> Iterator[TraceSink]:
-    with collecting() as sink:
+def sink() -> Iterator[Collector]:
+    """To which processes that are started from now on send their spans."""
+    with collecting() as sink, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", sink.url)
         yield sink
 
 
 @pytest.fixture(scope="module")
-def cluster(sink: TraceSink, tiny_model: Path) -> Iterator[Cluster]:
+def cluster(sink: Collector, tiny_model: Path) -> Iterator[Cluster]:
     with running("--prefill", "1", "--decode", "1", "--model", str(tiny_model), settings=SETTINGS) as cluster:
         yield cluster
 
@@ -73,10 +76,10 @@ def with_fields(request: pb.GenerateRequest, **fields: Any) -> pb.GenerateReques
     ],
 )
 async def test_spans_are_one_tree_whose_times_add_up(
-    cluster: Cluster, sink: TraceSink, request_: pb.GenerateRequest, expected: Counter[tuple[str, str]], num_chunks: int
+    cluster: Cluster, sink: Collector, request_: pb.GenerateRequest, expected: Counter[tuple[str, str]], num_chunks: int
 ) -> None:
     answer = await answered(cluster, request_)
-    spans = sink.trace(trace_id_of(answer))
+    spans = whole_trace(sink, trace_id_of(answer))
     request = assert_tree(spans)
     assert counts(spans) == expected + Counter({("prefill.chunk", "INTERNAL"): num_chunks - 1})
     assert_sums(request, has_second=len(answer.token_ids) > 1)
@@ -92,15 +95,15 @@ async def test_spans_are_one_tree_whose_times_add_up(
             assert span.attributes["rpc.response.status_code"] == "OK"
 
 
-async def test_each_of_several_answers_is_a_branch(cluster: Cluster, sink: TraceSink) -> None:
+async def test_each_of_several_answers_is_a_branch(cluster: Cluster, sink: Collector) -> None:
     answer = await answered(cluster, with_fields(greedy(PROMPT, 6), n=2))
-    spans = sink.trace(trace_id_of(answer))
+    spans = whole_trace(sink, trace_id_of(answer))
     assert_sums(assert_tree(spans))
     assert sorted(span.attributes["pageferry.choice"] for span in spans if span.name == "choice") == [0, 1]
     assert counts(spans)["decode.generate", "INTERNAL"] == 2
 
 
-async def test_a_preempted_request_is_one_tree(cluster: Cluster, sink: TraceSink) -> None:
+async def test_a_preempted_request_is_one_tree(cluster: Cluster, sink: Collector) -> None:
     async with connected(cluster) as stub:
         started = [asyncio.Event() for _ in range(SLOTS)]
         answers = [Answer() for _ in range(SLOTS)]
@@ -118,7 +121,7 @@ async def test_a_preempted_request_is_one_tree(cluster: Cluster, sink: TraceSink
         await asyncio.gather(*streams)
     num_preemptions = 0
     for answer in (urgent, *answers):
-        spans = sink.trace(trace_id_of(answer))
+        spans = whole_trace(sink, trace_id_of(answer))
         assert_sums(assert_tree(spans))
         (generated,) = (span for span in spans if span.name == "decode.generate")
         num_preemptions += generated.attributes["pageferry.preemptions"]
@@ -126,7 +129,7 @@ async def test_a_preempted_request_is_one_tree(cluster: Cluster, sink: TraceSink
 
 
 @pytest.mark.parametrize("how", ["CANCELLED", "DEADLINE_EXCEEDED"])
-async def test_a_request_that_fails_is_one_tree(cluster: Cluster, sink: TraceSink, how: str) -> None:
+async def test_a_request_that_fails_is_one_tree(cluster: Cluster, sink: Collector, how: str) -> None:
     async with connected(cluster) as stub:
         request = with_fields(greedy(PROMPT, 3900), n=3)
         call = stub.Generate(request, timeout=120 if how == "CANCELLED" else 1.0)
@@ -137,22 +140,22 @@ async def test_a_request_that_fails_is_one_tree(cluster: Cluster, sink: TraceSin
                 num_seen += len(response.delta.tokens)
                 if how == "CANCELLED" and num_seen >= 3:
                     call.cancel()
-        spans = sink.trace(trace_id)
+        spans = whole_trace(sink, trace_id)
         await wait_idle(stub, 10)
     root = assert_tree(spans)
     assert root.attributes["error.type"] == root.attributes["rpc.response.status_code"] == how
     assert root.seconds == pytest.approx(root.attributes["gen_ai.server.request.duration"], rel=0.01)
 
 
-async def test_a_request_that_is_refused_is_one_span(cluster: Cluster, sink: TraceSink) -> None:
+async def test_a_request_that_is_refused_is_one_span(cluster: Cluster, sink: Collector) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await answered(cluster, greedy(PROMPT, 1_000_000), traceparent=f"00-{'e' * 32}-{'f' * 16}-01")
-    (request,) = sink.trace("e" * 32)
+    (request,) = whole_trace(sink, "e" * 32)
     assert assert_tree([request], remote_parent=b"\xff" * 8).attributes["error.type"] == "INVALID_ARGUMENT"
 
 
 @pytest.mark.field("sgl-project/sglang#36243", "vllm-project/vllm#38678", "pegainfer-project/pegainfer#790")
-async def test_each_request_keeps_to_its_callers_trace(cluster: Cluster, sink: TraceSink) -> None:
+async def test_each_request_keeps_to_its_callers_trace(cluster: Cluster, sink: Collector) -> None:
     caller = bytes.fromhex("00000000000000ab")
     trace_ids = [f"{index + 1:032x}" for index in range(10)]
     parents = [f"00-{trace_id}-{caller.hex()}-01" for trace_id in trace_ids]
@@ -166,19 +169,19 @@ async def test_each_request_keeps_to_its_callers_trace(cluster: Cluster, sink: T
     assert reply.status_code == 200, reply.text
     assert trace_id_of(last) not in trace_ids
     for trace_id in trace_ids:
-        assert assert_tree(sink.trace(trace_id), remote_parent=caller).parent_id == caller
-    assert assert_tree(sink.trace(trace_id_of(last))).parent_id == b""
-    of_http = assert_tree(sink.trace(trace_ids[9]), remote_parent=caller).attributes
+        assert assert_tree(whole_trace(sink, trace_id), remote_parent=caller).parent_id == caller
+    assert assert_tree(whole_trace(sink, trace_id_of(last))).parent_id == b""
+    of_http = assert_tree(whole_trace(sink, trace_ids[9]), remote_parent=caller).attributes
     assert (of_http["http.request.method"], of_http["http.route"]) == ("POST", "/v1/completions")
 
 
-async def test_each_step_is_a_trace_of_its_own_and_linked_to_its_requests(cluster: Cluster, sink: TraceSink) -> None:
+async def test_each_step_is_a_trace_of_its_own_and_linked_to_its_requests(cluster: Cluster, sink: Collector) -> None:
     answer, other = await asyncio.gather(
         answered(cluster, greedy(PROMPT, 9)),
         answered(cluster, greedy(PROMPT[:90], 9), traceparent=f"00-{'d' * 32}-{'f' * 16}-00"),  # not sampled
     )
     trace_id = trace_id_of(answer)
-    spans = sink.trace(trace_id)
+    spans = whole_trace(sink, trace_id)
     (generated,) = (span for span in spans if span.name == "decode.generate")
     served = {span.name: (trace_id, span.span_id) for span in spans if span.kind == "SERVER"}
 
@@ -201,10 +204,10 @@ async def test_each_step_is_a_trace_of_its_own_and_linked_to_its_requests(cluste
     assert "d" * 32 == trace_id_of(other) not in {span.trace_id for span in sink.spans}
 
 
-async def test_names_of_attributes_are_current(cluster: Cluster, sink: TraceSink) -> None:
+async def test_names_of_attributes_are_current(cluster: Cluster, sink: Collector) -> None:
     """What is not our own is as the installed version of OpenTelemetry's conventions has it, and not deprecated."""
     answer = await answered(cluster, with_fields(greedy(PROMPT, 6), n=2))
-    sink.trace(trace_id_of(answer))
+    whole_trace(sink, trace_id_of(answer))
     names = {name for span in sink.spans for name in span.attributes if not name.startswith("pageferry.")}
     assert {"gen_ai.provider.name", "rpc.method", "server.address"} <= names
     assert names - conventional_names() == set()

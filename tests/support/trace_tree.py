@@ -1,21 +1,9 @@
-"""A collector of a few lines, and what must hold of every request's trace that comes to it."""
+"""What must hold of every request's trace that comes to a collector."""
 
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-
-import grpc
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as collector
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
-    TraceServiceServicer,
-    add_TraceServiceServicer_to_server,
-)
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
-from traces import DECODE_RPC, PREFILL_RPC, Span, orphans, parent, roots, spans_of
+from collector import Collector
+from traces import DECODE_RPC, PREFILL_RPC, Span, orphans, parent, roots
 
-PATIENCE_S = 30.0
 REQUEST = ("pageferry.request", "SERVER")
 CHOICE = ("choice", "INTERNAL")
 PREFILL, DECODE = (PREFILL_RPC, "SERVER"), (DECODE_RPC, "SERVER")
@@ -40,59 +28,12 @@ TTFT_PARTS = ("tokenize", "queue", "reserve", "prefill_queue", "prefill", "deliv
 SECOND_PARTS = ("transfer_tail", "decode_queue", "first_step", "delivery")
 
 
-class TraceSink(TraceServiceServicer):  # type: ignore[misc]
-    """Keeps what it is sent."""
+def whole_trace(collector: Collector, trace_id: str) -> list[Span]:
+    """The spans of a trace, once its request's own is there, the parents of all, and both ends of each call.
 
-    def __init__(self) -> None:
-        self._data = TracesData()
-        self._changed = threading.Condition()
-
-    def Export(self, request: collector.ExportTraceServiceRequest, context: object) -> object:
-        with self._changed:
-            self._data.resource_spans.extend(request.resource_spans)
-            self._changed.notify_all()
-        return collector.ExportTraceServiceResponse()
-
-    @property
-    def spans(self) -> list[Span]:
-        with self._changed:
-            return spans_of(self._data.SerializeToString())
-
-    def wait(self, ready: Callable[[list[Span]], bool]) -> list[Span]:
-        """All spans, once they are as `ready` wants them."""
-        spans: list[Span] = []
-
-        def is_ready() -> bool:
-            nonlocal spans
-            spans = spans_of(self._data.SerializeToString())
-            return ready(spans)
-
-        with self._changed:
-            assert self._changed.wait_for(is_ready, PATIENCE_S), [(span.name, span.kind) for span in spans]
-        return spans
-
-    def trace(self, trace_id: str) -> list[Span]:
-        """The spans of a trace, once its request's own is there, the parents of all, and both ends of each call.
-
-        A call that was given up may never have got to its server.
-        """
-        return [span for span in self.wait(lambda spans: _is_whole(_of(spans, trace_id))) if span.trace_id == trace_id]
-
-
-@contextmanager
-def collecting() -> Iterator[TraceSink]:
-    """A sink to which processes started inside the block send their spans."""
-    sink = TraceSink()
-    server = grpc.server(ThreadPoolExecutor(2))
-    add_TraceServiceServicer_to_server(sink, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
-            yield sink
-    finally:
-        server.stop(0).wait()
+    A call that was given up may never have got to its server.
+    """
+    return _of(collector.wait(lambda spans: _is_whole(_of(spans, trace_id))), trace_id)
 
 
 def _of(spans: list[Span], trace_id: str) -> list[Span]:
