@@ -5,6 +5,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import programs
+
 _DAYS = "2"
 _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 SERVER_NAME = "pageferry.test"
@@ -49,5 +51,5 @@ class Authority:
 
 
 def _openssl(*arguments: str | Path) -> None:
-    done = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True, check=False)
+    done = subprocess.run([programs.find("openssl"), *map(str, arguments)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
