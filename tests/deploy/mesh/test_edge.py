@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import subprocess
+import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -133,7 +134,7 @@ async def test_the_edge_ends_when_its_streams_have_ended(edge: Envoy, router: Fa
     async with grpc.aio.insecure_channel(address) as channel:
         answer = asyncio.create_task(generate(InferenceServiceStub(channel), pb.GenerateRequest(prompt="a")))
         await router.frontend.waiting.wait()
-        drain = await asyncio.create_subprocess_exec(SHIPPED / "drain.sh", edge.admin, "60")
+        drain = await asyncio.create_subprocess_exec(SHIPPED / "drain.sh", edge.admin, "60", "0")
         async with asyncio.timeout(60):
             while await is_open(address):  # noqa: ASYNC110 - what is waited for has no event
                 await asyncio.sleep(0.05)
@@ -141,6 +142,13 @@ async def test_the_edge_ends_when_its_streams_have_ended(edge: Envoy, router: Fa
         go_on.set()
         assert (await answer).text == "Hello"
         assert await asyncio.wait_for(drain.wait(), 60) == 0
+
+
+async def test_an_idle_edge_stays_until_all_have_heard_that_it_goes(edge: Envoy) -> None:
+    began = time.monotonic()
+    drain = await asyncio.create_subprocess_exec(SHIPPED / "drain.sh", edge.admin, "60", "2")
+    assert await asyncio.wait_for(drain.wait(), 60) == 0
+    assert time.monotonic() - began >= 1  # bash counts from the last whole second
 
 
 async def is_open(address: str) -> bool:
