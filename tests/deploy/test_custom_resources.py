@@ -59,7 +59,7 @@ def test_scaled_objects_have_what_keda_needs() -> None:
 def test_the_monitor_finds_each_service_and_its_port() -> None:
     (monitor,) = of_kind(render(ALL), "PodMonitor")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    endpoint, _ = monitor["spec"]["podMetricsEndpoints"]  # the other one is in test_gateway_picker.py
     for workload in services(ALL):
         assert matches(monitor["spec"]["selector"], workload.labels)
         assert endpoint["port"] in workload.ports
@@ -107,7 +107,7 @@ def test_services_have_certificates_that_each_other_believes(tmp_path: Path) -> 
 
 def test_prometheus_has_a_certificate_of_its_own() -> None:
     (monitor,) = of_kind(render(ALL), "PodMonitor")
-    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    endpoint, _ = monitor["spec"]["podMetricsEndpoints"]
     shown: Any = endpoint["tlsConfig"]
     assert endpoint["scheme"] == "https"
     assert shown["keySecret"]["name"] == shown["cert"]["secret"]["name"] == shown["ca"]["secret"]["name"]

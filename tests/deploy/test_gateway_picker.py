@@ -11,11 +11,14 @@ from pageferry.core.config import Config
 from pageferry.core.read_config import load_config
 
 pytestmark = pytest.mark.slow
-CUSTOM = ("InferencePool", "HTTPRoute")
+CUSTOM = ("InferencePool", "HTTPRoute", "PodMonitor", "PrometheusRule")
+ROUTERS = (("pageferry-router", 0), ("pageferry-picker", 0), ("pageferry-decode", 1))
 
 
 def objects() -> tuple[Manifest, ...]:
-    return kustomized("gpu", ("components/gateway-picker", "components/gateway-picker/model-volume"))
+    own = "components/gateway-picker"
+    others = ("../otel", "components/monitoring", "components/tenants")
+    return kustomized("gpu", (own, *others, *(f"{own}/{name}" for name in ("model-volume", "collector", "tenants"))))
 
 
 def workload(name: str, number: int = 0) -> Workload:
@@ -78,9 +81,8 @@ def test_the_route_leads_to_the_pool() -> None:
 def test_containers_of_a_pod_share_no_port_and_probes_ask_where_health_is(tmp_path: Path) -> None:
     worker, beside = (config("pageferry-decode", tmp_path, number) for number in (0, 1))
     servers = [worker.server.port, worker.server.health_port, worker.telemetry.metrics_port]
-    servers += [beside.server.port, beside.server.health_port, beside.server.http_port]
+    servers += [beside.server.port, beside.server.health_port, beside.server.http_port, beside.telemetry.metrics_port]
     assert len(set(servers)) == len(servers)
-    assert not beside.telemetry.metrics_port
     for name, number in (("pageferry-decode", 1), ("pageferry-picker", 0)):
         health_port = config(name, tmp_path, number).server.health_port
         assert {probe["grpc"]["port"] for _, probe in workload(name, number).probes} == {health_port}
@@ -99,18 +101,59 @@ def test_a_pod_has_time_to_end_its_answers(name: str, number: int, grace_s: floa
 
 def test_a_gateway_reaches_picker_and_pods_and_they_what_they_need() -> None:
     client = {"pageferry-client": "true"}
-    roles = {name: workload(f"pageferry-{name}").labels for name in ("picker", "decode", "prefill")}
+    roles = {name: workload(f"pageferry-{name}").labels for name in ("picker", "decode", "prefill", "collector")}
     for source, target, port in (
         (client, "picker", 50051),
         (client, "decode", 8080),
         (roles["picker"], "decode", 50051),
         (roles["picker"], "prefill", 50051),
         (roles["decode"], "prefill", 50051),
+        (roles["picker"], "collector", 4317),
     ):
         assert _lets("ingress", "from", roles[target], source, port), (source, target, port)
         if source is not client:
             assert _lets("egress", "to", source, roles[target], port), (source, target, port)
     assert not _lets("ingress", "from", roles["decode"], client, 50051)
+
+
+def test_all_routers_ask_for_the_same_keys_and_send_spans_to_the_collector(tmp_path: Path) -> None:
+    for name, number in ROUTERS:
+        mount, volume = workload(name, number).mount_of(config(name, tmp_path, number).security.tenants_file)
+        assert mount["readOnly"] is True
+        assert volume["secret"]["secretName"] == "pageferry-tenants"
+        endpoint = workload(name, number).environment()["OTEL_EXPORTER_OTLP_ENDPOINT"]
+        assert endpoint == "http://pageferry-collector:4317"
+
+
+def test_prometheus_finds_each_router_once_under_its_job(tmp_path: Path) -> None:
+    (monitor,) = of_kind(objects(), "PodMonitor")
+    found = []
+    for endpoint in monitor["spec"]["podMetricsEndpoints"]:
+        job = endpoint["relabelings"][-1]["replacement"]
+        for name, number in (*ROUTERS, ("pageferry-prefill", 0), ("pageferry-decode", 0)):
+            one = workload(name, number)
+            if matches(monitor["spec"]["selector"], one.labels) and endpoint["port"] in one.ports:
+                port = one.ports[endpoint["port"]]
+                assert port == config(name, tmp_path, number).telemetry.metrics_port
+                assert _lets_prometheus(one.labels, port), name
+                found.append((name, job.replace("$1", one.role)))
+    assert sorted(found) == [
+        ("pageferry-decode", "pageferry-decode"),
+        ("pageferry-decode", "pageferry-router"),
+        ("pageferry-picker", "pageferry-picker"),
+        ("pageferry-prefill", "pageferry-prefill"),
+        ("pageferry-router", "pageferry-router"),
+    ]
+
+
+def _lets_prometheus(pod: Any, port: int) -> bool:
+    return any(
+        {"port": port} in rule["ports"]
+        and {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}} in rule["from"]
+        for policy in of_kind(objects(), "NetworkPolicy")
+        if matches(policy["spec"]["podSelector"], pod)
+        for rule in policy["spec"].get("ingress", [])
+    )
 
 
 def _takes(selector: Any, deployment: Manifest) -> bool:

@@ -113,7 +113,7 @@ def pool(model: Path, change: Any = None, *, over_grpc: bool = False) -> Iterato
             "pageferry-decode:8080": [
                 pod.router.address if over_grpc else pod.router.http.removeprefix("http://") for pod in pods
             ],
-            "pageferry-picker:50051": picker.address,
+            "pageferry-pickers:50051": picker.address,
         }
         gateway = stack.enter_context(Envoy("picker", places, change=change))
         gateway.wait_healthy("decode-routers", len(pods))
