@@ -111,7 +111,8 @@ class Choices:
         context, timeline = self._context, self._timeline
         with ExitStack() as stack:
             if self._admitted.num_choices > 1:
-                span = self._serving.tracer.start_span(CHOICE_SPAN, context, attributes={"pageferry.choice": choice})
+                tracer, attributes = self._serving.telemetry.tracer, {"pageferry.choice": choice}
+                span = tracer.start_span(CHOICE_SPAN, context, attributes=attributes)
                 stack.callback(span.end)
                 context = set_span_in_context(span, context)
             if choice > 0:
@@ -190,7 +191,7 @@ class Choices:
     def _finished(self, best: Answer) -> pb.Finished:
         now = self._serving.clock()
         timings = self._timeline.timings(now)
-        timings.total_ms = max(answer.timeline.timings(now).total_ms for answer in self._generations.values())
+        timings.total_ms = max(answer.timeline.total_ms(now) for answer in self._generations.values())
         return pb.Finished(
             reason=best.reason,
             matched_stop=best.matched_stop,

@@ -85,9 +85,7 @@ class Frontend:
         self._serving = Serving(
             fleet,
             self._dispatcher,
-            telemetry.metrics,
-            telemetry.tracer,
-            telemetry.record,
+            telemetry,
             clock,
             Retries(router.prefill_retries, router.resumes),
             router.max_unread_tokens,

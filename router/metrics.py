@@ -9,7 +9,7 @@ from prometheus_client import Counter, Histogram
 from pageferry.core.errors import PageferryError
 from pageferry.router.workers import Role, Worker, WorkerState
 from pageferry.runtime.metrics import SECONDS, Metrics, Reading, bound
-from pageferry.v1.inference_pb2 import ProfileStatus, Timings
+from pageferry.v1.inference_pb2 import ProfileStatus
 
 RETRY_STEPS = ("other_prefill", "local")  # what follows a failed prefill: another worker, or the decode worker alone
 # What follows the loss of a decode worker: another one goes on, the same since the worker drained, nothing since all
@@ -106,10 +106,10 @@ class RouterMetrics(Metrics):
         self._workers.read = lambda: _by_state(workers())
         self._refused.read = lambda: _by_misfit(workers())
 
-    def observe_parts(self, timings: Timings) -> None:
+    def observe_first_token(self, parts_ms: Mapping[str, float]) -> None:
         """Of a request that went well."""
         for part, series in self._first_parts.items():
-            series.observe(getattr(timings, f"{part}_ms") / 1000)
+            series.observe(parts_ms[part] / 1000)
 
     def observe_second_token(self, parts_ms: Mapping[str, float]) -> None:
         """Of one that went well and was handed over; none where it had no second token, or both came together."""

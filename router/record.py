@@ -96,7 +96,7 @@ class Record:
         self._num_ended += 1
         self._num_failed += bool(reason)
         total_s = now - timeline.arrival
-        prefill, decode = timeline.tries[-1] if timeline.tries else ("", "")
+        prefill, decode = timeline.workers
         usage = timeline.usage
         past = Past(
             number=self.num_requests,
@@ -115,7 +115,7 @@ class Record:
             reason=reason,
             prefill=prefill,
             decode=decode,
-            tries=len(timeline.tries),
+            tries=timeline.num_tries,
         )
         self._requests.append(past)
 
@@ -129,7 +129,8 @@ class Record:
 
     def close_point(self, queued: int, running: int) -> None:
         """The interval that is under way ends here."""
-        now, seconds = self._clock(), self._clock() - self._since
+        now = self._clock()
+        seconds = now - self._since
         if seconds <= 0:
             return
         point = Point(

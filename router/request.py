@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, aclosing, contextmanager
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Tracer, get_current_span, use_span
+from opentelemetry.trace import get_current_span, use_span
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
 from pageferry.core.sequence import Sequence, WorkItem
@@ -17,15 +17,12 @@ from pageferry.router.candidates import Demand
 from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.fleet import Fleet
-from pageferry.router.metrics import RouterMetrics
-from pageferry.router.record import Record
 from pageferry.router.recovery import Recovery, Retries
 from pageferry.router.request_span import Timeline
-from pageferry.router.telemetry import PastSpans
+from pageferry.router.telemetry import PastSpans, Telemetry
 from pageferry.router.work import ask_of, demand_of, work_of
 from pageferry.runtime.convert import finish_to_proto
 from pageferry.runtime.convert_work import work_to_proto
-from pageferry.runtime.metrics import exemplar_of
 from pageferry.text.detokenize import TextStream
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Hypothesis
@@ -37,9 +34,7 @@ class Serving:
 
     fleet: Fleet
     dispatcher: Dispatcher
-    metrics: RouterMetrics
-    tracer: Tracer
-    record: Record
+    telemetry: Telemetry
     clock: Callable[[], float]
     retries: Retries
     max_unread_tokens: int
@@ -70,10 +65,11 @@ class Generation:
         self._admitted = admitted
         self._text = text
         self._span = get_current_span(context)
-        self._spans = PastSpans(serving.tracer, context, timeline)
+        self._telemetry = serving.telemetry
+        self._spans = PastSpans(serving.telemetry.tracer, context, timeline)
         self._output_ids: list[int] = []
-        self._num_tries = 0
-        self._recovery = Recovery(serving.fleet, serving.metrics, serving.retries, admitted.request_id, self._span)
+        metrics, retries = serving.telemetry.metrics, serving.retries
+        self._recovery = Recovery(serving.fleet, metrics, retries, admitted.request_id, self._span)
         self._error: PageferryError | None = None  # that was given to `end`
         self._ask: Ask | None = None
         self._near = ""
@@ -138,7 +134,7 @@ class Generation:
 
     def _work(self) -> WorkItem:
         """The same, as a worker takes it."""
-        return work_of(self._admitted, self._output_ids, choice=self.choice, num_tries=self._num_tries)
+        return work_of(self._admitted, self._output_ids, choice=self.choice, num_tries=self.timeline.num_tries)
 
     def _delta(self, batch: Tokens) -> pb.Delta:
         before = self._text.num_tokens
@@ -204,7 +200,7 @@ class Generation:
         finally:
             left = grant.began if grant is not None else self._clock()
             self._spans.record("queue", enqueued, left, {})
-            self._serving.metrics.queue_s.observe(left - enqueued, exemplar_of(self._span))
+            self._telemetry.left_queue(self._span, left - enqueued)
         if self.timeline.first_token is None:
             self.timeline.parts.queue_ms += (grant.ended - enqueued) * 1000
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
@@ -212,8 +208,8 @@ class Generation:
         return grant
 
     def _attempt(self, grant: Grant, deadline: float | None) -> Attempt:
-        self._num_tries += 1
-        self.timeline.tries.append((grant.prefill_address, grant.decode_address))
+        self.timeline.num_tries += 1
+        self.timeline.workers = (grant.prefill_address, grant.decode_address)
         timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
         return Attempt(
             grant,
@@ -221,7 +217,7 @@ class Generation:
             self.timeline,
             clock=self._clock,
             timeout_s=timeout_s,
-            transferred=self._serving.record.transferred,
+            transferred=self._telemetry.record.transferred,
             max_unread_tokens=max(1, self._serving.max_unread_tokens // self._admitted.num_choices),
             in_context=self._in_context,
         )
@@ -243,10 +239,6 @@ class Generation:
 
     def _note_tokens(self, num_tokens: int) -> None:
         gap_s = self.timeline.note_tokens(self._clock(), num_tokens)
-        self._serving.record.num_tokens += num_tokens
-        if gap_s is not None:
-            self._serving.metrics.itl_s.observe(gap_s)
-            self._serving.record.gaps.append(gap_s)
-        elif self.choice == 0:
-            self._serving.metrics.ttft_s.observe(self.timeline.ttft_s, exemplar_of(self._span))
-            self._serving.record.ttfts.append(self.timeline.ttft_s)
+        self._telemetry.tokens_came(num_tokens, gap_s)
+        if gap_s is None and self.choice == 0:
+            self._telemetry.began(self._span, self.timeline.ttft_s)

@@ -12,13 +12,13 @@ its way took longer than the first one's, which can be less than nothing.
 import time
 from dataclasses import dataclass, field
 
-import grpc
 from opentelemetry.trace import Span, Status, StatusCode, format_trace_id, set_span_in_context
 
 from pageferry.core.errors import PageferryError
 from pageferry.core.layout import CacheLayout
 from pageferry.core.sender import hidden_share
 from pageferry.router.admission import MAX_REQUEST_ID_CHARACTERS, Admitted
+from pageferry.router.metrics import FIRST_TOKEN_PARTS
 from pageferry.router.profiles import Chosen
 from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.trace_store import REQUEST_ID
@@ -27,8 +27,7 @@ from pageferry.v1.inference_pb2 import GenerateRequest, HandoffStats, Started, T
 from pageferry.v1.prefill_pb2 import FirstToken, Shipped
 from pageferry.v1.types_pb2 import FinishReason, Usage
 
-# What the time to first token is made of; the remainder is "delivery".
-_TTFT_PARTS = ("tokenize", "queue", "reserve", "prefill_queue", "prefill")
+_TOLD_PARTS = {part: f"{part}_ms" for part in FIRST_TOKEN_PARTS if part != "delivery"}  # fields of Timings
 
 
 def attributes_at_start(request: GenerateRequest, model: str) -> dict[str, str]:
@@ -91,12 +90,10 @@ def set_outcome(span: Span, outcome: FinishReason | PageferryError) -> str:
     """Put the end on the span; returns its name for the counters: a finish reason or a status code, in lower case."""
     if not isinstance(outcome, PageferryError):
         name = finish_name(outcome)
-        span.set_attribute("gen_ai.response.finish_reasons", [name])
-        span.set_attribute("rpc.response.status_code", grpc.StatusCode.OK.name)
+        span.set_attributes({"gen_ai.response.finish_reasons": [name], "rpc.response.status_code": "OK"})
         return name
-    span.set_attribute("rpc.response.status_code", outcome.code)
-    span.set_attribute("error.type", outcome.code)
-    span.set_attribute("pageferry.reason", outcome.reason)
+    code = {"rpc.response.status_code": outcome.code, "error.type": outcome.code}
+    span.set_attributes({**code, "pageferry.reason": outcome.reason})
     span.set_status(Status(StatusCode.ERROR, outcome.code))
     return outcome.code.lower()
 
@@ -118,16 +115,15 @@ class Timeline:
     profile: Chosen | None = None  # once it is known
     request_id: str = ""
     usage: Usage = field(default_factory=Usage)  # of all answers, once they are over
-    tries: list[tuple[str, str]] = field(default_factory=list)  # addresses: prefill and decode worker, or empty
+    num_tries: int = 0
+    workers: tuple[str, str] = ("", "")  # addresses of the last try's prefill and decode worker, or empty
 
     def note_tokens(self, now: float, num_tokens: int) -> float | None:
         """Tokens have come; returns the gap to the ones before, None for the first."""
         gap = None if self.last_token is None else now - self.last_token
         if self.first_token is None:
             self.first_token = now
-            if num_tokens > 1:
-                self.second_token = now
-        elif self.second_token is None:
+        if self.second_token is None and self.num_tokens + num_tokens > 1:
             self.second_token = now
         self.last_token = now
         self.num_tokens += num_tokens
@@ -174,33 +170,37 @@ class Timeline:
         }
         return {"gap": gap_ms, **known, "delivery": gap_ms - sum(known.values())}
 
+    def first_token_ms(self) -> dict[str, float]:
+        """The parts of the time to the first token."""
+        parts = {part: getattr(self.parts, name) for part, name in _TOLD_PARTS.items()}
+        parts["delivery"] = max(0.0, self.ttft_s * 1000 - sum(parts.values()))
+        return parts
+
+    def total_ms(self, now: float) -> float:
+        return ((self.last_token or now) - self.arrival) * 1000
+
     def timings(self, now: float) -> Timings:
         timings = Timings()
         timings.CopyFrom(self.parts)
-        known_ms = sum(getattr(timings, f"{part}_ms") for part in _TTFT_PARTS)
         timings.ttft_ms = self.ttft_s * 1000
-        timings.delivery_ms = max(0.0, timings.ttft_ms - known_ms)
-        timings.total_ms = ((self.last_token or now) - self.arrival) * 1000
+        timings.delivery_ms = self.first_token_ms()["delivery"]
+        timings.total_ms = self.total_ms(now)
         return timings
 
     def describe(self, span: Span, now: float) -> None:
         """Put the parts of the time to first token, and those of the second token's gap, on the request's span."""
-        span.set_attribute("gen_ai.server.request.duration", now - self.arrival)
-        if self.first_token is None:
-            return
-        timings = self.timings(now)
-        span.set_attribute("gen_ai.server.time_to_first_token", self.ttft_s)
-        for part in (*_TTFT_PARTS, "delivery"):
-            span.set_attribute(f"pageferry.ttft.{part}_ms", getattr(timings, f"{part}_ms"))
-        if self.per_token_s is not None:
-            span.set_attribute("gen_ai.server.time_per_output_token", self.per_token_s)
-        for objective, met in self.objectives().items():
-            span.set_attribute(f"pageferry.slo.{objective}_met", met)
-        for part, part_ms in self.second_token_ms().items():
-            span.set_attribute(f"pageferry.second_token.{part}_ms", part_ms)
-        if self.pages.shipped or self.pages.cached:
-            for name in ("shipped", "cached", "bytes", "hidden"):
-                span.set_attribute(f"pageferry.pages.{name}", getattr(self.pages, name))
+        attributes: dict[str, float] = {"gen_ai.server.request.duration": now - self.arrival}
+        if self.first_token is not None:
+            attributes["gen_ai.server.time_to_first_token"] = self.ttft_s
+            attributes |= {f"pageferry.ttft.{part}_ms": part_ms for part, part_ms in self.first_token_ms().items()}
+            if self.per_token_s is not None:
+                attributes["gen_ai.server.time_per_output_token"] = self.per_token_s
+            attributes |= {f"pageferry.slo.{objective}_met": met for objective, met in self.objectives().items()}
+            attributes |= {f"pageferry.second_token.{part}_ms": ms for part, ms in self.second_token_ms().items()}
+            if self.pages.shipped or self.pages.cached:
+                names = ("shipped", "cached", "bytes", "hidden")
+                attributes |= {f"pageferry.pages.{name}": getattr(self.pages, name) for name in names}
+        span.set_attributes(attributes)  # at once: each call has locks of its own
 
 
 class TryTimes:

@@ -32,6 +32,22 @@ class Telemetry:
             prompt=usage.prompt_tokens, cached=usage.cached_tokens, generated=usage.completion_tokens
         )
 
+    def left_queue(self, span: Span, waited_s: float) -> None:
+        """Of a request's span: a wait for workers is over, in vain or not."""
+        self.metrics.queue_s.observe(waited_s, exemplar_of(span))
+
+    def began(self, span: Span, ttft_s: float) -> None:
+        """A request's first token has come."""
+        self.metrics.ttft_s.observe(ttft_s, exemplar_of(span))
+        self.record.ttfts.append(ttft_s)
+
+    def tokens_came(self, num_tokens: int, gap_s: float | None) -> None:
+        """So long after the ones before, if there were any."""
+        self.record.num_tokens += num_tokens
+        if gap_s is not None:
+            self.metrics.itl_s.observe(gap_s)
+            self.record.gaps.append(gap_s)
+
     def end(
         self, span: Span, timeline: Timeline, model: str, outcome: FinishReason | PageferryError, now: float
     ) -> None:
@@ -54,7 +70,7 @@ class Telemetry:
     def _observe(self, timeline: Timeline, exemplar: dict[str, str] | None, now: float) -> None:
         self.metrics.request_s.observe(now - timeline.arrival, exemplar)
         if timeline.first_token is not None:
-            self.metrics.observe_parts(timeline.timings(now))
+            self.metrics.observe_first_token(timeline.first_token_ms())
             if timeline.pages.shipped:
                 self.metrics.observe_second_token(timeline.second_token_ms())
 

@@ -30,7 +30,7 @@ def test_the_newest_requests_are_kept_and_told_newest_first() -> None:
 
 def test_a_request_is_told_with_its_last_try() -> None:
     record = Record(wall=lambda: 1000.0)
-    end(record, "r", "FAILED", tries=[("p:1", "d:1"), ("p:2", "d:2")], first_token=5.5, last_token=6.5, num_tokens=3)
+    end(record, "r", "FAILED", num_tries=2, workers=("p:2", "d:2"), first_token=5.5, last_token=6.5, num_tokens=3)
     end(record, "early", usage=Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=2))
     early, past = record.requests(0, 9)
     assert (past.prefill, past.decode, past.tries) == ("p:2", "d:2", 2)
