@@ -212,6 +212,9 @@ class TryTimes:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._brings_first_token = timeline.first_token is None
+        if self._brings_first_token:  # a try before may have told its own
+            old = timeline.parts
+            timeline.parts, timeline.pages = Timings(tokenize_ms=old.tokenize_ms, queue_ms=old.queue_ms), HandoffStats()
 
     def reserved(self, reserved: Reserved, layout: CacheLayout | None, waited_s: float) -> None:
         """Pages are held on a decode worker of that layout."""
@@ -238,9 +241,7 @@ class TryTimes:
             self._prefilled(told.queue_ms, max(0.0, told.prefill_ms - told.queue_ms), told.cached_tokens)
         if not self._brings_first_token:
             return
-        if not is_local:
-            self._timeline.parts.decode_queue_ms = told.queue_ms
-        waited_ms = 0.0 if is_local else told.queue_ms
+        waited_ms = self._timeline.parts.decode_queue_ms = 0.0 if is_local else told.queue_ms
         self._timeline.first_step_ms = max(0.0, told.first_step_ms - waited_ms)
 
     def _prefilled(self, queue_ms: float, prefill_ms: float, cached_tokens: int) -> None:
