@@ -13,7 +13,9 @@ from pageferry.core.groups import groups_text
 from pageferry.core.handoff import Arrivals
 from pageferry.core.layout import CacheLayout, PageKey, Place
 from pageferry.core.page_io import Buffer, PageRun, PageSink
+from pageferry.core.plan import SampledToken
 from pageferry.core.sender import HandoffStats
+from pageferry.runtime.convert import token_from_proto
 from pageferry.runtime.page_wire import InlineFrame
 from pageferry.runtime.staging import HEADER_BYTES
 from pageferry.v1.page_pb2 import PAGE_KIND_PAGE, PAGE_KIND_TAIL, PAGE_KIND_UNSPECIFIED, Commit, StagedPages
@@ -127,6 +129,14 @@ def check_sealed(commit: Commit) -> Commit:
     if commit.crc32c != _checksum(commit):
         raise DataLossError("commit.crc32c does not match the message", reason="CHECKSUM_MISMATCH")
     return commit
+
+
+def first_token_of(commit: Commit) -> tuple[int, SampledToken] | None:
+    """Position and token of the one choice that there is for now; None where none was drawn."""
+    choices = [draw.choice for draw in commit.first_tokens]
+    if choices not in ([], [0]):
+        raise invalid("commit.first_tokens.choice", choices[:8], "must be 0 once, or nothing")
+    return token_from_proto(commit.first_tokens[0].token) if choices else None
 
 
 def _checksum(commit: Commit) -> int:

@@ -9,18 +9,11 @@ import grpc
 from opentelemetry import trace
 
 from pageferry.core.config import HandoffConfig
-from pageferry.core.errors import (
-    AbortedError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    PageferryError,
-    invalid,
-)
+from pageferry.core.errors import AbortedError, FailedPreconditionError, InvalidArgumentError, PageferryError
 from pageferry.core.handoff import Arrivals
 from pageferry.core.page_io import DeviceClock, PageSink
-from pageferry.core.plan import SampledToken
 from pageferry.runtime.carriers import INLINE, SHM
-from pageferry.runtime.convert import layout_from_proto, token_from_proto
+from pageferry.runtime.convert import layout_from_proto
 from pageferry.runtime.device_spans import CopyTimes
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.frames import (
@@ -31,6 +24,7 @@ from pageferry.runtime.frames import (
     check_sealed,
     copy_arrival,
     describe_pages,
+    first_token_of,
 )
 from pageferry.runtime.push_figures import RECEIVED, PushFigures
 from pageferry.runtime.staging import OwnRegion, OwnRegions
@@ -143,7 +137,7 @@ class _Receipt:
                     task.cancel()
         except BaseExceptionGroup as group:
             raise _first(group) from None
-        await self._desk.commit(self._grant, commit.covered_tokens, _first_token(commit))
+        await self._desk.commit(self._grant, commit.covered_tokens, first_token_of(commit))
         await context.write(page_pb2.PushResponse(committed=page_pb2.Committed(pages=len(self._arrived))))
 
     def describe(self, span: trace.Span) -> None:
@@ -244,14 +238,6 @@ class _Receipt:
 
 def _no_shared_memory(why: str) -> FailedPreconditionError:
     return FailedPreconditionError(f"handoff.transport is shm, but {why}", reason="NO_SHARED_MEMORY")
-
-
-def _first_token(commit: page_pb2.Commit) -> tuple[int, SampledToken] | None:
-    """Position and token of the one choice that there is for now; None where none was drawn."""
-    choices = [draw.choice for draw in commit.first_tokens]
-    if choices not in ([], [0]):
-        raise invalid("commit.first_tokens.choice", choices[:8], "must be 0 once, or nothing")
-    return token_from_proto(commit.first_tokens[0].token) if choices else None
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
