@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from fake_engine import golden, make_work
 from handoff_bench import Bench, until
+from prometheus_client import generate_latest
 
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.runtime.convert_work import work_to_proto
@@ -81,7 +82,7 @@ async def test_ends_are_counted_by_outcome() -> None:
         await bench.d.worker.decode(request_of("r", max_tokens=5), context)
         with pytest.raises(InvalidArgumentError):
             await bench.d.worker.decode(request_of("r", max_tokens=10**6), context)
-        metrics = bench.d.publisher.metrics.render().decode()
+        metrics = generate_latest(bench.d.publisher.metrics.registry).decode()
         assert 'pageferry_requests_total{outcome="length"} 1.0' in metrics
         assert 'pageferry_requests_total{outcome="invalid_argument"} 1.0' in metrics
         assert 'pageferry_tokens_total{kind="generated"} 5.0' in metrics

@@ -7,6 +7,7 @@ from pathlib import Path
 import programs
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from promql import RULES, Alert, alerts, problems, rules, series_of
 
 from pageferry.router.metrics import RouterMetrics
@@ -54,7 +55,8 @@ def test_each_alert_is_tested_where_it_fires_and_where_it_does_not() -> None:
 
 def test_rules_name_metrics_that_the_services_have() -> None:
     """Labels are compared where there is a deployment, in test_dashboard.py."""
-    names = set(series_of(RouterMetrics().render().decode(), WorkerMetrics().render().decode()))
+    texts = (generate_latest(metrics.registry).decode() for metrics in (RouterMetrics(), WorkerMetrics()))
+    names = set(series_of(*texts))
     known = {name.removesuffix("_total") for name in names} | {
         str(name) for metrics in (RouterMetrics(), WorkerMetrics()) for name in metrics.registry._names_to_collectors
     }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from fake_engine import LAYOUT, golden
 from handoff_bench import Bench, Gate, Settings, Side, drain, failure, until
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 B = LAYOUT.page_size
@@ -14,7 +15,7 @@ B = LAYOUT.page_size
 
 def tokens_of(side: Side) -> tuple[float, float]:
     """Prompt tokens, and those of them that were cached, as the worker counts them."""
-    families = text_string_to_metric_families(side.publisher.metrics.render().decode())
+    families = text_string_to_metric_families(generate_latest(side.publisher.metrics.registry).decode())
     samples = [sample for family in families for sample in family.samples if sample.name == "pageferry_tokens_total"]
     values = {sample.labels["kind"]: sample.value for sample in samples}
     return values["prompt"], values["cached"]

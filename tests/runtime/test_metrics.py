@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from fake_engine import LAYOUT
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pageferry.core.config import HandoffConfig
@@ -23,7 +24,7 @@ from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 def samples(metrics: Metrics) -> dict[str, float]:
     return {
         ",".join((sample.name, *sample.labels.values())): sample.value
-        for family in text_string_to_metric_families(metrics.render().decode())
+        for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())
         for sample in family.samples
     }
 

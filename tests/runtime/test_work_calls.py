@@ -6,6 +6,7 @@ from opentelemetry import context as otel_context
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import generate_latest
 
 from pageferry.core.errors import AlreadyExistsError, ResourceExhaustedError
 from pageferry.runtime.metrics import Metrics
@@ -41,7 +42,8 @@ def test_a_call_is_counted_once_by_its_outcome(error: BaseException | None, outc
             counting.name = "stop"
     except BaseException as raised:
         assert raised is error
-    lines = [line for line in metrics.render().decode().splitlines() if line.startswith("pageferry_requests_total{")]
+    text = generate_latest(metrics.registry).decode()
+    lines = [line for line in text.splitlines() if line.startswith("pageferry_requests_total{")]
     counted_lines = [line for line in lines if not line.endswith(" 0.0")]
     assert counted_lines == [f'pageferry_requests_total{{outcome="{outcome}"}} 1.0']
 

@@ -15,7 +15,6 @@ from prometheus_client import (
     Histogram,
     ProcessCollector,
     disable_created_metrics,
-    generate_latest,
     start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -126,10 +125,6 @@ class Metrics:
         """`cached`: tokens found in the prefix cache; those of the prompt count, so that a hit ratio is at most 1."""
         for kind, number in (("prompt", prompt), ("cached", min(cached, prompt)), ("generated", generated)):
             self._tokens[kind].inc(number)
-
-    def render(self) -> bytes:
-        """The text format that Prometheus scrapes."""
-        return generate_latest(self.registry)
 
     def serve(self, host: str, port: int, certificates: Certificates | None = None) -> None:
         """Answer /metrics on its own port and thread until the process ends; with certificates, as peers are."""
