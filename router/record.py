@@ -13,7 +13,7 @@ KEPT_REQUESTS = 1000
 KEPT_POINTS = 300
 INTERVAL_S = 2.0  # between points
 _MAX_PAIRS = 4096  # of workers; where they come and go, the first are forgotten
-_MAX_SAMPLES = 20_000  # of a kind in a point; the newest count
+_MAX_SAMPLES = 5000  # of a kind in a point; the newest count, and streams wait while they are sorted
 
 
 @dataclass(frozen=True, slots=True)
