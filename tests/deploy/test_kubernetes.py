@@ -2,16 +2,20 @@
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from manifests import (
     DEPLOY,
     KUBERNETES,
     ROLES,
     VARIANTS,
     Manifest,
+    Workload,
     build,
     matches,
     named,
@@ -25,6 +29,7 @@ pytestmark = pytest.mark.slow
 VERSIONS = ("1.30", "1.32", "1.34", "1.37")
 CUSTOM = ("ScaledObject", "PodMonitor", "PrometheusRule", "Certificate", "Issuer")
 CLIENT = {"pageferry-client": "true"}
+EDGE_CALLS = {("client", "edge", 8080), ("edge", "router", 50051), ("edge", "router", 8080)}
 _AFTER_DRAIN_S = 15  # quiet, last messages, the engine's step, spans: see server.py, worker_process.py, telemetry.py
 _variants = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -43,8 +48,6 @@ def test_each_variant_is_valid(variant: str, version: str) -> None:
 
 
 def test_the_namespace_is_valid_and_strict() -> None:
-    import yaml
-
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     (namespace,) = yaml.safe_load_all((KUBERNETES / "namespace.yaml").read_text(encoding="utf-8"))
     kubernetes_validate.validate(namespace, VERSIONS[-1], strict=True)
@@ -99,10 +102,14 @@ def test_each_service_selects_pods_and_names_their_ports(variant: str) -> None:
             assert selected[0].ports[port["targetPort"]] == port["port"], service["metadata"]["name"]
 
 
+def replicated(variant: str) -> list[Workload]:
+    return [workload for workload in workloads(variant) if workload.role != "collector"]
+
+
 @_variants
 def test_rollouts_and_drained_nodes_leave_workers(variant: str) -> None:
     budgets = of_kind(render(variant), "PodDisruptionBudget")
-    for workload in services(variant):
+    for workload in replicated(variant):
         selected = [item for item in budgets if matches(item["spec"]["selector"], workload.labels)]
         assert [item["spec"]["maxUnavailable"] for item in selected] == [1], workload.name
         rolling = workload.manifest["spec"]["strategy"]["rollingUpdate"]
@@ -216,7 +223,9 @@ def test_pods_talk_to_whom_they_must_and_to_nobody_else(variant: str) -> None:
     expected |= {("router", worker, 50051) for worker in ("prefill", "decode")}
     expected |= {(worker, "router", 50051) for worker in ("prefill", "decode")}  # spans
     if "collector" in pods:
-        expected |= {(role, "collector", 4317) for role in ROLES}
+        expected |= {(role, "collector", 4317) for role in (*ROLES, "edge") if role in pods}
+    if "edge" in pods:
+        expected |= EDGE_CALLS
     assert calls == expected
 
 
@@ -229,6 +238,61 @@ def test_policies_name_ports_that_containers_have(variant: str) -> None:
         for rule in policy["spec"].get("ingress", []):
             for port in rule["ports"]:
                 assert any(port["port"] in w.ports.values() for w in selected), policy["metadata"]["name"]
+
+
+@pytest.fixture
+def edge() -> Workload:
+    (found,) = [workload for workload in workloads("cpu+edge") if workload.role == "edge"]
+    return found
+
+
+def envoy_config(edge: Workload) -> Any:
+    return yaml.safe_load(edge.file(edge.container["command"][-1]))
+
+
+def test_the_edge_is_that_of_deploy_envoy(edge: Workload) -> None:
+    assert envoy_config(edge) == yaml.safe_load((DEPLOY / "envoy" / "edge.yaml").read_text(encoding="utf-8"))
+    (listener,) = envoy_config(edge)["static_resources"]["listeners"]
+    assert edge.ports == {listener["name"]: listener["address"]["socket_address"]["port_value"]}
+
+
+def test_the_edge_calls_services_by_names_and_ports_that_they_have(edge: Workload) -> None:
+    calls = set()
+    for cluster in envoy_config(edge)["static_resources"]["clusters"]:
+        (group,) = cluster["load_assignment"]["endpoints"]
+        (endpoint,) = group["lb_endpoints"]
+        address = endpoint["endpoint"]["address"]["socket_address"]
+        calls.add((address["address"], address["port_value"]))
+        service = named(edge.objects, "Service", address["address"])["spec"]
+        assert address["port_value"] in [port["port"] for port in service["ports"]]
+        if "health_checks" in cluster:
+            assert service["clusterIP"] == "None", "its health checks would be of any router"
+    assert {port for _, port in calls} == {50051, 8080, 4317}
+
+
+def test_the_edge_s_descriptors_are_made_where_it_reads_them(edge: Workload, tmp_path: Path) -> None:
+    (first,) = edge.pod["initContainers"]
+    python, script, made = first["command"]
+    assert (python, first["image"]) == ("python", "pageferry"), "which overlays give a tag"
+    assert first["securityContext"] == edge.container["securityContext"]
+    text = str(envoy_config(edge))
+    assert f"'proto_descriptor': '{made}'" in text
+    mount, volume = edge.mount_of(made)
+    assert "emptyDir" in volume
+    assert {"name": mount["name"], "mountPath": mount["mountPath"]} in first["volumeMounts"]
+    (tmp_path / "descriptors.py").write_text(edge.file(script), encoding="utf-8")
+    (tmp_path / "descriptors.py").chmod(0o444)
+    subprocess.run([sys.executable, tmp_path / "descriptors.py", tmp_path / "made"], check=True)
+    assert b"InferenceService" in (tmp_path / "made").read_bytes()
+
+
+def test_the_edge_ends_after_its_answers(edge: Workload) -> None:
+    hook, admin, longest = edge.container["lifecycle"]["preStop"]["exec"]["command"]
+    assert edge.file(hook) == (DEPLOY / "envoy" / "drain.sh").read_text(encoding="utf-8")
+    assert edge.mount_of(hook)[1]["configMap"]["defaultMode"] & 0o111, "it can't be run"
+    address = envoy_config(edge)["admin"]["address"]["socket_address"]
+    assert admin == f"{address['address']}:{address['port_value']}"
+    assert edge.pod["terminationGracePeriodSeconds"] >= int(longest) + _AFTER_DRAIN_S
 
 
 def test_prometheus_reaches_metrics_where_it_is_told_to_find_them() -> None:

@@ -174,6 +174,27 @@ class Envoy:
     def wait_healthy(self, cluster: str, number: int) -> None:
         self._until(lambda: self.num_healthy(cluster) == number, f"has {number} healthy in {cluster}")
 
+    def is_flagged(self, cluster: str, address: str) -> bool:
+        """Whether its last health check has taken this one of the cluster's hosts out."""
+        (hosts,) = [found for found in self.ask("clusters?format=json")["cluster_statuses"] if found["name"] == cluster]
+        for host in hosts["host_statuses"]:
+            socket_address = host["address"]["socket_address"]
+            if f"{socket_address['address']}:{socket_address['port_value']}" == address:
+                return bool(host["health_status"].get("failed_active_health_check", False))
+        raise AssertionError(f"{address} is no host of {cluster}")
+
+    def wait_told(self, cluster: str, number: int) -> None:
+        self._until(lambda: self.num_told(cluster) >= number, f"was told {number} times in {cluster}")
+
+    def num_told(self, cluster: str) -> int:
+        """Health checks that a host of the cluster has answered, and not with SERVING."""
+        pattern = f"^cluster.{cluster}.health_check.(failure|network_failure)$"
+        found = {
+            stat["name"].rpartition(".")[2]: stat["value"]
+            for stat in self.ask(f"stats?format=json&filter={pattern}")["stats"]
+        }
+        return int(found["failure"] - found["network_failure"])
+
     def _get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://{self.admin}/{path}", timeout=30) as answer:
             return str(answer.read().decode())
@@ -199,5 +220,5 @@ def edge_places(grpc: Sequence[str], http: Sequence[str], collector: str = "127.
         "0.0.0.0:8080": ANY_PORT,
         "pageferry-routers:50051": grpc,
         "pageferry-routers:8080": http,
-        "otel-collector:4317": collector,
+        "pageferry-collector:4317": collector,
     }

@@ -26,6 +26,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "gpu+all": ("../otel", "components/monitoring", "components/keda", "components/mtls", "components/tenants"),
     "cpu+mtls": ("components/mtls",),
     "gpu+image": ("components/model-image",),
+    "cpu+edge": ("../otel", "components/monitoring", "components/edge"),
 }
 Manifest = dict[str, Any]
 

@@ -18,6 +18,7 @@ from cluster import Cluster, generate
 from collector import Collector, collecting
 from envoys import ROOT, SHIPPED, Envoy, edge_places
 from fake_router import FakeRouter
+from manifests import workloads
 
 from pageferry.client import Client
 from pageferry.v1 import inference_pb2 as pb
@@ -149,6 +150,17 @@ async def test_an_idle_edge_stays_until_all_have_heard_that_it_goes(edge: Envoy)
     drain = await asyncio.create_subprocess_exec(SHIPPED / "drain.sh", edge.admin, "60", "2")
     assert await asyncio.wait_for(drain.wait(), 60) == 0
     assert time.monotonic() - began >= 1  # bash counts from the last whole second
+
+
+async def test_each_probe_of_the_manifests_passes_also_without_a_router(edge: Envoy, router: FakeRouter) -> None:
+    (workload,) = [found for found in workloads("cpu+edge") if found.role == "edge"]
+    await router.server.set_serving(False)
+    await asyncio.to_thread(edge.wait_healthy, "routers-grpc", 0)
+    async with httpx.AsyncClient(base_url=f"http://{edge.address('edge')}", timeout=60) as http:
+        for name, probe in workload.probes:
+            assert probe["httpGet"]["port"] in workload.ports, name
+            answer = await http.get(probe["httpGet"]["path"])
+            assert (answer.status_code, answer.text) == (200, ""), name
 
 
 async def is_open(address: str) -> bool:

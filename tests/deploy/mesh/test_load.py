@@ -62,7 +62,7 @@ def meshed(model: Path, collector: str) -> Iterator[Mesh]:
             "0.0.0.0:8080": ANY_PORT,
             "pageferry-routers:50051": [router.address for router in deployment.routers],
             "pageferry-routers:8080": [router.http.removeprefix("http://") for router in deployment.routers],
-            "otel-collector:4317": collector,
+            "pageferry-collector:4317": collector,
         }
         edge = stack.enter_context(Envoy("edge", places))
         for cluster in ("routers-grpc", "routers-http"):
