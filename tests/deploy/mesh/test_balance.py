@@ -6,13 +6,14 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import fake_frontend as fake
 import grpc
 import pytest
 from cluster import generate
-from envoys import ROOT, Envoy, edge_places
+from envoys import ROOT, Envoy, edge_places, shipped
 from fake_router import FakeRouter
 from name_server import NameServer
 
@@ -103,7 +104,31 @@ async def test_through_envoy_one_channel_reaches_all_routers_and_one_that_is_add
             await asyncio.to_thread(edge.wait_healthy, "routers-grpc", 2)
             async with grpc.aio.insecure_channel(edge.address("edge")) as channel:
                 stub = InferenceServiceStub(channel)
-                await assert_spread(found, lambda: generate(stub, pb.GenerateRequest(prompt="a")))
+                ask = partial(generate, stub, pb.GenerateRequest(prompt="a"))
+                await assert_spread(found, ask)
+                await assert_spared_at_once(found, edge, ask)
+
+
+async def assert_spared_at_once(replicas: Replicas, edge: Envoy, ask: Ask) -> None:
+    """The first check that finds one not serving takes it out, and it is asked nothing more, until it serves again."""
+    draining, cluster = replicas.routers[0], "routers-grpc"
+    clusters = {found["name"]: found for found in shipped("edge")["static_resources"]["clusters"]}
+    (check,) = clusters[cluster]["health_checks"]
+    assert (check["interval"], check["no_traffic_interval"], check["timeout"]) == ("1s", "1s", "2s")
+    before = await asyncio.to_thread(edge.num_told, cluster)
+    await draining.server.set_serving(False)
+    await asyncio.to_thread(edge.wait_told, cluster, before + 1)
+    assert await asyncio.to_thread(edge.is_flagged, cluster, draining.address)
+    await replicas.wave(ask)  # Envoy's threads have heard by then
+    num_asked = draining.num_asked
+    for _ in range(NUM_CALLS // WAVE):
+        await replicas.wave(ask)
+    assert draining.num_asked == num_asked
+    await draining.server.set_serving(True)
+    await asyncio.to_thread(edge.wait_healthy, cluster, len(HOSTS))
+    async with asyncio.timeout(NOTICED_S):
+        while draining.num_asked == num_asked:
+            await replicas.wave(ask)
 
 
 def documented_options() -> list[tuple[str, Any]]:
