@@ -105,27 +105,29 @@ async def test_what_is_for_peers_and_operators_is_not_to_be_had(edge: Envoy) -> 
         assert (await http.get("/health")).status_code == 200
 
 
-@pytest.mark.parametrize("request_id", ["mine", "8ee4d5a2-6f0c-4a3b-9d8e-2f6c1b7a9e10"])
-@pytest.mark.parametrize("sampled", ["01", "00"])
-async def test_a_caller_s_trace_and_id_go_on_unchanged(
-    edge: Envoy, router: FakeRouter, collector: Collector, sampled: str, request_id: str
-) -> None:
-    traceparent = f"00-{TRACE}-{CALLER}-{sampled}"
-    async with grpc.aio.insecure_channel(edge.address("edge")) as channel:
-        await generate(InferenceServiceStub(channel), pb.GenerateRequest(prompt="a"), traceparent=traceparent)
-    told = str(router.service.metadata["traceparent"]).split("-")
-    assert (told[1], told[3]) == (TRACE, sampled)
-    headers = {"x-request-id": request_id, "traceparent": traceparent}
-    async with httpx.AsyncClient(base_url=f"http://{edge.address('edge')}") as http:
-        await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-    assert router.frontend.requests[-1].request_id == request_id
-    async with Client(edge.address("edge")) as client:  # begins a trace of its own, which comes last
+async def test_a_caller_s_trace_and_id_go_on_unchanged(edge: Envoy, router: FakeRouter, collector: Collector) -> None:
+    address = edge.address("edge")
+    request_ids = ("mine", "8ee4d5a2-6f0c-4a3b-9d8e-2f6c1b7a9e10")
+    told: dict[str, tuple[str, str]] = {}
+    async with grpc.aio.insecure_channel(address) as channel, httpx.AsyncClient(base_url=f"http://{address}") as http:
+        for number, (sampled, request_id) in enumerate(itertools.product(("01", "00"), request_ids)):
+            trace = f"{TRACE[:-1]}{number}"
+            traceparent = f"00-{trace}-{CALLER}-{sampled}"
+            await generate(InferenceServiceStub(channel), pb.GenerateRequest(prompt="a"), traceparent=traceparent)
+            _, same, parent, flags = str(router.service.metadata["traceparent"]).split("-")
+            assert (same, flags) == (trace, sampled)
+            told[trace] = (sampled, parent)
+            headers = {"x-request-id": request_id, "traceparent": traceparent}
+            await http.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            assert router.frontend.requests[-1].request_id == request_id
+    async with Client(address) as client:  # begins a trace of its own, which comes last
         await client.generate("a").result()
     own = str(router.service.metadata["traceparent"]).split("-")[1]
     await collector.until(lambda: bool(collector.of("pageferry-edge", own)), "the last span")
-    spans = collector.of("pageferry-edge", TRACE)
-    assert [span.parent_id.hex() for span in spans] == ([CALLER] * 2 if sampled == "01" else [])
-    assert told[2] in [span.span_id.hex() for span in spans] or sampled == "00"
+    for trace, (sampled, parent) in told.items():
+        spans = collector.of("pageferry-edge", trace)
+        assert [span.parent_id.hex() for span in spans] == ([CALLER] * 2 if sampled == "01" else [])
+        assert parent in [span.span_id.hex() for span in spans] or sampled == "00"
 
 
 async def test_the_edge_ends_when_its_streams_have_ended(edge: Envoy, router: FakeRouter) -> None:
