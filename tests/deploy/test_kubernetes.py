@@ -305,6 +305,20 @@ def test_prometheus_reaches_metrics_where_it_is_told_to_find_them() -> None:
         assert int(annotations["prometheus.io/port"]) == workload.ports["metrics"]
 
 
+@pytest.mark.parametrize("file", ["edge.yaml", "edge-mtls.yaml"])
+def test_the_edge_looks_up_names_that_are_there(file: str) -> None:
+    text = (DEPLOY / "envoy" / file).read_text(encoding="utf-8")
+    places = re.findall(r"address: (pageferry-[a-z]+), port_value: (\d+)", text)
+    assert {name for name, _ in places} == {"pageferry-routers", "pageferry-collector"}
+    for name, port in places:
+        selector = named(render("gpu+all"), "Service", name)["spec"]["selector"]
+        (selected,) = [w for w in workloads("gpu+all") if matches({"matchLabels": selector}, w.labels)]
+        assert int(port) in selected.ports.values(), name
+    assert (
+        named(render("gpu+all"), "Service", "pageferry-routers")["spec"]["clusterIP"] == "None"
+    )  # an address for each
+
+
 def test_scaled_workers_have_no_fixed_number() -> None:
     for variant in ("gpu+all", "cpu+adapter"):
         scaled = [item for item in render(variant) if item["kind"] in ("ScaledObject", "HorizontalPodAutoscaler")]
