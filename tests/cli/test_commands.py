@@ -10,12 +10,12 @@ from pathlib import Path
 import fake_frontend as fake
 import fake_inference
 import pytest
-from fake_trace import TRACE_ID
+from fake_trace import TRACE_ID, example
 
 from pageferry.cli import chat, status
 from pageferry.cli.__main__ import _message, build_parser, main
 from pageferry.cli.arguments import API_KEY_VARIABLE
-from pageferry.cli.trace import LATE_SPANS_S
+from pageferry.cli.trace import LATE_SPANS_S, show
 from pageferry.client import SyncClient
 from pageferry.core.config import Config
 from pageferry.core.errors import NotFoundError, UnauthenticatedError, UnavailableError
@@ -197,6 +197,14 @@ async def test_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.startswith(f"trace {TRACE_ID.hex()}: 11 spans, 120 ms\npageferry.request ")
     document = json.loads(capsys.readouterr().out)
     assert document["trace_id"] == TRACE_ID.hex() and len(document["spans"]) == 11
+    assert "not all spans" not in shown
+
+
+def test_a_trace_that_lacks_spans_says_so() -> None:
+    data, out = example(), io.StringIO()
+    del data.resource_spans[1:]
+    show(data, out)
+    assert out.getvalue().splitlines()[-1].startswith("not all spans have come")
 
 
 async def test_a_trace_that_is_not_there_is_waited_for(

@@ -42,6 +42,11 @@ async def test_an_error_crosses_a_call_whole(kind: type[errors.PageferryError]) 
     assert error.violations == (errors.FieldViolation("sampling.top_p", "is 7"),)
 
 
+def test_an_error_without_a_message_names_its_code() -> None:
+    error = grpc.aio.AioRpcError(grpc.StatusCode.UNIMPLEMENTED, grpc.aio.Metadata(), grpc.aio.Metadata())
+    assert from_rpc_error(error, "the router").message == "the router answered with UNIMPLEMENTED, and no more"
+
+
 @pytest.mark.parametrize("letter", ["x", "\n", "京"])
 async def test_an_error_too_long_for_a_header_is_cut(letter: str) -> None:
     async def fail(request: Any, context: Any) -> Any:

@@ -54,6 +54,8 @@ def show(data: TracesData, out: TextIO) -> None:
     width = shutil.get_terminal_size().columns if out.isatty() else None
     head, *lines = waterfall.render(data, max_width=width)
     print(f"trace {trace_id_of(data)}: {head}", *lines, sep="\n", file=out)
+    if not span_trees.is_whole(data):
+        print("not all spans have come: a service sends them elsewhere, or died with them", file=out)
 
 
 def trace_id_of(data: TracesData) -> str:

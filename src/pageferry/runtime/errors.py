@@ -70,7 +70,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError, peer: str = "the peer") -> error
     retry = next(_unpack(status, RetryInfo), None)
     violations = [violation for bad in _unpack(status, BadRequest) for violation in bad.field_violations]
     return _CLASSES.get(code.name, errors.InternalError)(
-        message,
+        message or f"{peer} answered with {code.name}, and no more",
         reason=info.reason if info else "",
         retry_after_ms=retry.retry_delay.ToMilliseconds() if retry else None,
         violations=tuple(errors.FieldViolation(violation.field, violation.description) for violation in violations),
