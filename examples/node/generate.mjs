@@ -87,7 +87,13 @@ function readArguments() {
 }
 
 async function main() {
-  const { values: given, positionals } = readArguments();
+  let given, positionals;
+  try {
+    ({ values: given, positionals } = readArguments());
+  } catch (error) {
+    console.error(`${error.message}\n${USAGE}`);
+    return 2;
+  }
   if (given.help || positionals.length !== 1) {
     console.log(USAGE);
     return given.help ? 0 : 2;

@@ -69,6 +69,13 @@ def test_a_deadline_is_kept(node: str, deployment: Deployment) -> None:
     assert done.stderr.strip().startswith("DEADLINE_EXCEEDED")
 
 
+def test_wrong_options_are_told_with_the_right_ones(node: str, deployment: Deployment) -> None:
+    done = run(node, deployment, "--temperature", "-1", "Hello")
+    assert done.returncode == 2 and not done.stdout
+    assert "--temperature" in done.stderr.splitlines()[0] and "usage: " in done.stderr
+    assert "    at " not in done.stderr  # no stack
+
+
 def test_an_error_is_told_with_its_details(node: str, deployment: Deployment) -> None:
     done = run(node, deployment, "--temperature=-1", "Hello")
     assert done.returncode == 1 and not done.stdout
