@@ -1,6 +1,7 @@
 """The router's page in a browser: against real processes, and against made-up ones for what these seldom do."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -27,6 +28,13 @@ NAME_OF_FOCUSED = """() => {
   if (at === document.body) return null;
   const label = by ? document.getElementById(by) : at.labels?.[0];
   return (at.getAttribute("aria-label") ?? (label ?? at).textContent).trim();
+}"""
+TOLD_OF_FIRST_TOKENS = """(last) => {
+  const others = Object.fromEntries(CHARTS.flatMap((chart) => chart.lines.map(([field]) => [field, 0])));
+  const point = (time, ttft) => ({ ...others, time, ttft_p50_s: ttft, ttft_p99_s: ttft });
+  now.points = [point(1e9, 0.25), point(1e9 + 60, last)];
+  showCharts();
+  return document.querySelector(".chart .now").textContent;
 }"""
 HOSTILE = '"><img src=x onerror="window.hurt=1"><script>window.hurt=1</script>{{7*7}}'
 
@@ -80,6 +88,7 @@ async def check_waterfall(page: Any, trace_id: str) -> None:
     await rows.nth(push).click()
     told = await text_of(page, ".attributes")
     assert "pageferry.handoff.pages" in told and "pageferry.handoff.hidden" in told
+    assert not re.search(r"\.\d{9}", told)
     assert trace_id in await text_of(page, "#trace-title")
 
 
@@ -185,6 +194,8 @@ async def test_a_key_is_asked_for_and_kept_for_the_tab_only() -> None:
         await page.fill("#question", "hi")
         await page.press("#question", "Enter")
         await page.wait_for_selector("text=Hello")
+        await page.wait_for_selector("[data-fact=ttft]")
+        assert not await page.is_visible("#workers") and await page.locator("[data-trace]").count() == 0
         await page.click("#key-button")
         await page.fill("#key", "root")
         await page.keyboard.press("Enter")
@@ -195,6 +206,14 @@ async def test_a_key_is_asked_for_and_kept_for_the_tab_only() -> None:
         stored = "[Object.values(localStorage), document.cookie, Object.values(sessionStorage)]"
         assert await page.evaluate(stored) == [[], "", ["root"]]
         assert frontend.authorizations == [["Bearer acme"]]
+
+
+async def test_a_figure_that_is_not_of_now_says_of_when_it_is() -> None:
+    async with shown(Shown()) as url, visiting(url) as page:
+        await page.wait_for_selector(".node.decode")
+        for last, is_old in ((0.25, False), (None, True)):
+            told = await page.evaluate(TOLD_OF_FIRST_TOKENS, last)
+            assert "250 ms" in told and ("at " in told) == is_old, told
 
 
 async def test_nothing_is_asked_while_nobody_looks() -> None:
