@@ -43,6 +43,7 @@ from pageferry.router.gateway.responses_reply import ResponsesReply
 from pageferry.router.gateway.responses_request import parse_responses
 from pageferry.router.gateway.strict_json import Json
 from pageferry.runtime.logs import log
+from pageferry.runtime.metrics import readable
 from pageferry.runtime.rpc_spans import extract_context
 from pageferry.v1 import inference_pb2 as pb
 
@@ -129,7 +130,7 @@ class _Gateway:
 
     async def metrics(self, request: Request) -> Response:
         self.frontend.check_admin(authorization_of(request), "metrics")
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        encode, content_type = choose_encoder(readable(request.headers.get("accept", "")))
         body = await asyncio.to_thread(encode, self.registry)  # it takes milliseconds, for which streams would wait
         return Response(body, media_type=content_type)
 

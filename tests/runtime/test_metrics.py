@@ -1,10 +1,12 @@
 """Metrics: bounded labels, series that are there from the start, buckets that tell short from long."""
 
+import urllib.request
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from fake_engine import LAYOUT
+from loopback import free_port
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -229,3 +231,16 @@ def test_what_a_driver_does_not_tell_is_left_out() -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
     assert open_gpu("cuda:0", {}, missing) is None
+
+
+@pytest.mark.parametrize("version", ["1.0.0", "words", "1.0.x"])
+def test_the_port_for_metrics_answers_whatever_a_scraper_accepts(
+    version: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    worker_metrics().serve("127.0.0.1", port)
+    headers = {"accept": f"application/openmetrics-text; version={version}"}
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        assert b"pageferry_requests_total" in answer.read()
+    assert capfd.readouterr().err == ""

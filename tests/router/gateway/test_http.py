@@ -287,6 +287,11 @@ async def test_models_health_and_metrics() -> None:
         frontend.ready = False
         assert (await client.get("/health")).status_code == 503
         assert "pageferry_things_total 1.0" in (await client.get("/metrics")).text
+        for version in ("1.0.0", "words", "1.0.x", "9" * 5000):
+            answer = await client.get(
+                "/metrics", headers={"accept": f"application/openmetrics-text; version={version}"}
+            )
+            assert (answer.status_code, "pageferry_things_total 1.0" in answer.text) == (200, True)
 
 
 @pytest.mark.field("llm-d/llm-d-router#895")
