@@ -1,5 +1,7 @@
 """Spans as trees: when a trace is whole, and its spans as plain objects."""
 
+import json
+
 import pytest
 from fake_trace import example, of_service, span
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
@@ -48,3 +50,15 @@ def test_json_has_the_same_order() -> None:
     assert spans[0]["parent_span_id"] == "" and spans[1]["parent_span_id"] == spans[0]["span_id"]
     chunk = next(entry for entry in spans if entry["name"] == "prefill.chunk")
     assert chunk["duration_ms"] == 48 and chunk["attributes"]["pageferry.chunk.tokens"] == 37
+
+
+def test_strangers_spans_are_shown_whatever_they_are() -> None:
+    chain = [span((number, number - 1), "deep", "", (0, 1)) for number in range(1, 2001)]
+    spans = span_trees.as_json(TracesData(resource_spans=[of_service("x", *chain)]))
+    assert [entry["depth"] for entry in spans] == list(range(2000))
+    odd = span((1, 0), "odd", "", (5, 1), none=float("nan"), much=[float("-inf"), 1.5])
+    (entry,) = span_trees.as_json(TracesData(resource_spans=[of_service("x", odd)]))
+    json.dumps(entry, allow_nan=False)
+    assert entry["attributes"] == {"none": "nan", "much": ["-inf", "1.5"]}
+    cycle = [span((1, 2), "a", "", (0, 1)), span((2, 1), "b", "", (0, 1)), span((3, 3), "c", "", (0, 1))]
+    assert span_trees.as_json(TracesData(resource_spans=[of_service("x", *cycle)])) == []

@@ -1,5 +1,6 @@
 """A trace's spans as trees, in the order that shows them one below the other."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,9 +33,11 @@ class Node:
 
     def walk(self, depth: int = 0) -> Iterator[tuple[int, "Node"]]:
         """The node and all below it, each with its depth, in the order of the waterfall."""
-        yield depth, self
-        for child in self.children:
-            yield from child.walk(depth + 1)
+        ahead = [(depth, self)]  # no recursion: whoever sends spans decides how deep they are
+        while ahead:
+            depth, node = ahead.pop()
+            yield depth, node
+            ahead.extend((depth + 1, child) for child in reversed(node.children))
 
 
 def trees(data: TracesData) -> list[Node]:
@@ -113,7 +116,7 @@ def _value(value: AnyValue) -> Value:
         case "int_value":
             return value.int_value
         case "double_value":
-            return value.double_value
+            return value.double_value if math.isfinite(value.double_value) else str(value.double_value)  # JSON has none
         case "bool_value":
             return value.bool_value
         case "array_value":
