@@ -210,3 +210,11 @@ def test_a_sampler_that_is_not_known_is_refused(
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", argument)
     with pytest.raises(InvalidArgumentError, match=message):
         configure_tracing("x", TelemetryConfig())
+
+
+def test_headers_that_are_wrong_are_not_repeated_in_logs(caplog: pytest.LogCaptureFixture) -> None:
+    configure_tracing("test", TelemetryConfig())
+    traceparent = "00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01"
+    for given, state in ((traceparent, "=secret"), (traceparent, "a=b," * 3000), (traceparent + "-" * 600, "a=b")):
+        extract_context([("traceparent", given), ("tracestate", state)])
+    assert not caplog.records

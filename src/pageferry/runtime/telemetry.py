@@ -32,6 +32,8 @@ _SAMPLERS: Mapping[str, Callable[[float], Sampler]] = {
 }
 _NEVER = (StatusCode.OK,)  # of errors; none at all would be the exporter's default
 _NOISY_LOGGER = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # has a line for each call that fails
+# They have one for each header that is wrong, with the caller's text.
+_QUOTING_LOGGERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ def configure_tracing(
     OpenTelemetry variables beside it say. `sample_ratio` is of the traces that begin here, others being as their
     beginning was; OTEL_TRACES_SAMPLER wins over both.
     """
+    for name in _QUOTING_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
     attributes: dict[str, AttributeValue] = {
         "service.name": service_name,
         "service.instance.id": instance_id or os.urandom(8).hex(),
