@@ -97,6 +97,42 @@ def test_spans_of_a_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names(store.get(trace_id(1).hex()))) == 3
 
 
+def test_bytes_of_a_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_store, "MAX_TRACE_BYTES", 5000)
+    store = TraceStore(2)
+    large = [a_span(trace_id(1), "x" * 2000) for _ in range(4)]
+    assert store.add([group("r", *large)]) == 2
+    assert store.add([group("x" * 2000, a_span(trace_id(1), "small"))]) == 1  # with what sent it, it is not small
+    steps = [a_span(trace_id(50), "decode.step") for _ in range(9)]
+    for step in steps:
+        step.links.add(trace_id=trace_id(1), span_id=b"x" * 200)
+    assert store.add([group("r", *steps)]) == 0
+    assert 4 <= len(names(store.get(trace_id(1).hex()))) < 11
+
+
+def test_bytes_of_all_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_store, "MAX_BYTES", 5000)
+    store = TraceStore(100, 50, 5.0)
+    for number in range(20):
+        store.add([group("r", ended(number, error="INTERNAL"), a_span(trace_id(number), "x" * 900))])
+    assert kept(store, range(20)) == [16, 17, 18, 19]
+    store.add([group("r", *(a_span(trace_id(19), f"s{number}", "x" * 900) for number in range(5)))])
+    assert len(store) <= 1
+
+
+def test_a_live_trace_makes_others_go_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_store, "MAX_BYTES", 5000)
+    monkeypatch.setattr(trace_store, "OWN_SPAN_BYTES", 1000)
+    store = TraceStore(100)
+    tracer = configure_tracing("pageferry-router", TelemetryConfig(), local=store).tracer
+    live = tracer.start_span("pageferry.request", attributes={"pageferry.request_id": "req-0"})
+    for number in range(9):
+        tracer.start_span(f"part {number}", set_span_in_context(live)).end()
+    store.add([group("r", ended(1))])
+    assert len(store) == 1
+    assert len(names(store.get(f"{live.get_span_context().trace_id:032x}"))) == 9
+
+
 def test_a_span_that_is_sent_again_is_there_once() -> None:
     store = TraceStore(2)
     spans = [a_span(trace_id(1), "pageferry.request"), a_span(trace_id(1), "queue")]
@@ -119,9 +155,11 @@ def test_a_step_is_kept_with_the_traces_of_its_requests_that_are_here(monkeypatc
     assert len(store) == 2
 
 
-def test_spans_without_a_proper_trace_id_are_rejected() -> None:
+def test_spans_without_proper_ids_are_rejected() -> None:
     store = TraceStore(2)
     assert store.add([group("r", a_span(b"short", "x"))]) == 1
+    for span_id in (b"", b"1234567", b"x" * 400):  # every root would be a child of one without
+        assert store.add([group("r", Span(trace_id=trace_id(1), span_id=span_id, name="x"))]) == 1
     assert len(store) == 0
 
 

@@ -208,7 +208,7 @@ class RouterConfig:
 class TelemetryConfig:
     otlp_endpoint: str = ""  # host:port or URL; the workers' is the router where no collector is set
     metrics_port: int = 0  # 0: off (the router serves /metrics on its HTTP port)
-    max_traces: int = 256  # that the router keeps in memory, and those of live requests beside them
+    max_traces: int = 256  # that the router keeps in memory, of 64 MiB at most, and those of live requests beside them
     kept_traces: int = 64  # of them, for requests that failed or were slow, when others would push these out
     slow_request_s: float = 10.0  # from when on a request is slow
     sample_ratio: float = 1.0  # of the requests whose caller says nothing of sampling, those with a trace

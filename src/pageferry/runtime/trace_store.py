@@ -24,8 +24,11 @@ REQUEST_SPAN = "pageferry.request"
 REQUEST_ID = "pageferry.request_id"
 STEP_SPANS = frozenset({"prefill.step", "decode.step"})  # each a trace of its own, linked to its requests'
 ERROR_TYPE = "error.type"
-TRACE_ID_BYTES = 16
+TRACE_ID_BYTES, SPAN_ID_BYTES = 16, 8
 MAX_SPANS_PER_TRACE = 2048
+MAX_TRACE_BYTES = 4 * 2**20
+MAX_BYTES = 64 * 2**20  # of all traces; as spans are sent, which is less than what they take in memory
+OWN_SPAN_BYTES = 1024  # of a span that was not sent, about
 MAX_STEP_SPANS = MAX_SPANS_PER_TRACE // 2  # from so many spans on no step is kept with a trace: others are to come
 MAX_EXPORT_BYTES = 4 * 2**20
 # How requests end that nothing here has failed: their caller left or asked for what can't be, or there were too many.
@@ -45,19 +48,20 @@ _NO_FAULT = {
 class _Trace:
     """Own spans, encoded only when somebody asks, and others by resource; `request_ids` to clean the index."""
 
-    __slots__ = ("is_notable", "num_live", "num_spans", "own", "request_ids", "resources")
+    __slots__ = ("is_notable", "num_bytes", "num_live", "num_spans", "own", "request_ids", "resources")
 
     def __init__(self) -> None:
         self.num_live = 0  # requests that have begun in this process, and not ended
         self.is_notable = False
         self.num_spans = 0
+        self.num_bytes = 0
         self.own: list[ReadableSpan] = []
         self.request_ids: set[str] = set()
         self.resources: dict[bytes, tuple[Resource, dict[bytes, Span]]] = {}  # spans by their ids
 
 
 class TraceStore(sdk.SpanProcessor):
-    """Bounded by traces and by spans a trace. Any thread may call.
+    """Bounded by traces, by spans and bytes a trace, and by bytes in all. Any thread may call.
 
     Where there are too many, the trace touched longest ago goes, but not one of a request that is live, and one of a
     request that failed or was slow only once there are `num_kept` later ones. Whatever workers tell of a trace later
@@ -76,6 +80,7 @@ class TraceStore(sdk.SpanProcessor):
         self._notable: OrderedDict[bytes, _Trace] = OrderedDict()
         self._by_request: dict[str, bytes] = {}
         self._latest = b""
+        self._num_bytes = 0
 
     @classmethod
     def of(cls, telemetry: TelemetryConfig) -> Self:
@@ -103,18 +108,20 @@ class TraceStore(sdk.SpanProcessor):
                 seconds = ((span.end_time or 0) - (span.start_time or 0)) / 1e9
                 self._note_end(trace_id, trace, seconds, attributes.get(ERROR_TYPE))
                 trace.num_live = max(0, trace.num_live - 1)
-            if self._takes(trace_id, trace, attributes.get(REQUEST_ID)):
+            if self._takes(trace_id, trace, OWN_SPAN_BYTES, attributes.get(REQUEST_ID)):
                 trace.own.append(span)
             self._put(trace_id, trace)
 
     def add(self, resource_spans: Iterable[ResourceSpans]) -> int:
-        """Returns how many spans were left out: those without a trace id, or without room in their trace."""
+        """Returns how many spans were left out: those without proper ids, or without room in their trace."""
         num_rejected = 0
         with self._lock:
             for group in resource_spans:
                 key = group.resource.SerializeToString(deterministic=True)
+                resource = Resource()
+                resource.CopyFrom(group.resource)  # alone: a part of a message would keep the whole of it in memory
                 for span in (span for scope in group.scope_spans for span in scope.spans):
-                    num_rejected += not self._add_span(key, group.resource, span)
+                    num_rejected += not self._add_span(key, resource, span)
         return num_rejected
 
     def find(self, name: str) -> str:
@@ -134,7 +141,7 @@ class TraceStore(sdk.SpanProcessor):
             return TracesData(resource_spans=groups).SerializeToString()
 
     def _add_span(self, key: bytes, resource: Resource, span: Span) -> bool:
-        if len(span.trace_id) != TRACE_ID_BYTES:
+        if len(span.trace_id) != TRACE_ID_BYTES or len(span.span_id) != SPAN_ID_BYTES:
             return False
         if span.name in STEP_SPANS:
             self._add_step(key, resource, span)
@@ -144,13 +151,14 @@ class TraceStore(sdk.SpanProcessor):
         texts: dict[str, str] = {}
         if is_request := span.name == REQUEST_SPAN:
             texts = {entry.key: entry.value.string_value for entry in span.attributes}
-        is_taken = is_known or self._takes(span.trace_id, trace, texts.get(REQUEST_ID))
+        num_bytes = _size(trace, key, span)
+        is_taken = is_known or self._takes(span.trace_id, trace, num_bytes, texts.get(REQUEST_ID))
         if is_taken and not is_known:
             if is_request:
                 seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
                 self._note_end(span.trace_id, trace, seconds, texts.get(ERROR_TYPE))
             kept = Span()
-            kept.CopyFrom(span)  # alone: a part of a message would keep the whole of it in memory
+            kept.CopyFrom(span)  # alone, as the resource
             trace.resources.setdefault(key, (resource, {}))[1][span.span_id] = kept
         self._put(span.trace_id, trace)
         return is_taken
@@ -162,16 +170,19 @@ class TraceStore(sdk.SpanProcessor):
         for trace_id in {link.trace_id for link in step.links}:
             places = (traces[trace_id] for traces in (self._live, self._past, self._notable) if trace_id in traces)
             trace = next(places, None)
-            if trace is not None and trace.num_spans < MAX_STEP_SPANS:
-                spans = trace.resources.setdefault(key, (resource, {}))[1]
-                trace.num_spans += step.span_id not in spans
-                spans[step.span_id] = kept
+            if trace is None or trace.num_spans >= MAX_STEP_SPANS:
+                continue
+            is_known = step.span_id in trace.resources.get(key, (resource, {}))[1]
+            if not is_known and self._takes(trace_id, trace, _size(trace, key, step)):
+                trace.resources.setdefault(key, (resource, {}))[1][step.span_id] = kept
 
-    def _takes(self, trace_id: bytes, trace: _Trace, request_id: object) -> bool:
+    def _takes(self, trace_id: bytes, trace: _Trace, num_bytes: int, request_id: object = None) -> bool:
         """Count another span, and know its trace by its request; False where the trace is full."""
-        if trace.num_spans >= MAX_SPANS_PER_TRACE:
+        if trace.num_spans >= MAX_SPANS_PER_TRACE or trace.num_bytes + num_bytes > MAX_TRACE_BYTES:
             return False
         trace.num_spans += 1
+        trace.num_bytes += num_bytes
+        self._num_bytes += num_bytes
         if isinstance(request_id, str):
             trace.request_ids.add(request_id)
             self._by_request[request_id] = trace_id
@@ -198,10 +209,16 @@ class TraceStore(sdk.SpanProcessor):
         while len(self._notable) > self._num_kept:
             trace_id, trace = self._notable.popitem(last=False)
             self._past[trace_id] = trace
-        while len(self._past) + len(self._notable) > self._max_traces:
-            self._forget(*self._past.popitem(last=False))
+        self._make_room()
+
+    def _make_room(self) -> None:
+        while self._num_bytes > MAX_BYTES or len(self._past) + len(self._notable) > self._max_traces:
+            if not (traces := self._past or self._notable):  # what is left is live
+                return
+            self._forget(*traces.popitem(last=False))
 
     def _forget(self, trace_id: bytes, trace: _Trace) -> None:
+        self._num_bytes -= trace.num_bytes
         for request_id in trace.request_ids:
             if self._by_request.get(request_id) == trace_id:
                 del self._by_request[request_id]
@@ -221,6 +238,11 @@ class TraceStore(sdk.SpanProcessor):
         raise NotFoundError(f"{what} {where}", reason="TRACE_NOT_FOUND")
 
 
+def _size(trace: _Trace, key: bytes, span: Span) -> int:
+    """What the span would add to the trace."""
+    return span.ByteSize() + (0 if key in trace.resources else 2 * len(key))
+
+
 class TraceReceiver(TraceServiceServicer):
     """Takes the workers' spans over OTLP. `check` is as `Admin`'s."""
 
@@ -238,5 +260,6 @@ class TraceReceiver(TraceServiceServicer):
         num_rejected = self._store.add(request.resource_spans)
         if num_rejected:
             response.partial_success.rejected_spans = num_rejected
-            response.partial_success.error_message = f"a trace holds at most {MAX_SPANS_PER_TRACE} spans"
+            limits = f"{MAX_SPANS_PER_TRACE} spans of {MAX_TRACE_BYTES} bytes"
+            response.partial_success.error_message = f"a trace holds at most {limits}, with ids of 16 and 8 bytes"
         return response
