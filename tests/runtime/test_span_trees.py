@@ -62,3 +62,13 @@ def test_strangers_spans_are_shown_whatever_they_are() -> None:
     assert entry["attributes"] == {"none": "nan", "much": ["-inf", "1.5"]}
     cycle = [span((1, 2), "a", "", (0, 1)), span((2, 1), "b", "", (0, 1)), span((3, 3), "c", "", (0, 1))]
     assert span_trees.as_json(TracesData(resource_spans=[of_service("x", *cycle)])) == []
+
+
+def test_lists_in_lists_are_left_out() -> None:
+    """Quoted within each other they would hold the process up for as long as a stranger likes."""
+    nested: list[object] = []
+    for _ in range(20):
+        nested = [nested]
+    odd = span((1, 0), "odd", "", (0, 1), nested=[nested, "plain", 2], plain=[True, 0.5])
+    (entry,) = span_trees.as_json(TracesData(resource_spans=[of_service("x", odd)]))
+    assert entry["attributes"] == {"nested": ["", "plain", "2"], "plain": ["True", "0.5"]}

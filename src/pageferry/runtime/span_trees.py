@@ -110,6 +110,12 @@ def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Value]:
 
 
 def _value(value: AnyValue) -> Value:
+    if value.HasField("array_value"):  # of plain values: lists in lists, quoted, would double with each level
+        return [str(_plain(item)) for item in value.array_value.values]
+    return _plain(value)
+
+
+def _plain(value: AnyValue) -> str | float | bool:
     match value.WhichOneof("value"):
         case "string_value":
             return value.string_value
@@ -119,7 +125,5 @@ def _value(value: AnyValue) -> Value:
             return value.double_value if math.isfinite(value.double_value) else str(value.double_value)  # JSON has none
         case "bool_value":
             return value.bool_value
-        case "array_value":
-            return [str(_value(item)) for item in value.array_value.values]
         case _:
             return ""
