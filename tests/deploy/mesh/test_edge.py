@@ -101,7 +101,8 @@ async def test_what_is_for_peers_and_operators_is_not_to_be_had(edge: Envoy) -> 
             call: Any = channel.unary_unary(f"/{method}")(b"", timeout=60)
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
     async with httpx.AsyncClient(base_url=f"http://{edge.address('edge')}") as http:
-        assert (await http.get("/metrics")).status_code == 404
+        for path in ("/metrics", "/%6detrics", "/x/%2e%2e/metrics"):
+            assert (await http.get(httpx.URL(str(http.base_url), raw_path=path.encode()))).status_code == 404
         assert (await http.get("/health")).status_code == 200
 
 
