@@ -16,9 +16,9 @@ _MAX_PAIRS = 4096  # of workers; where they come and go, the first are forgotten
 _MAX_SAMPLES = 5000  # of a kind in a point; the newest count, and streams wait while they are sorted
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Past:
-    """A request that is over."""
+    """A request that is over; each is equal to itself only, so that what is made of it can be looked up fast."""
 
     number: int  # counts from 1
     request_id: str

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
@@ -179,6 +179,6 @@ def _framed(chunk: Json) -> bytes:
     return name.encode() + b"data: " + dump(chunk) + b"\n\n"
 
 
-def dump(value: Json) -> bytes:
+def dump(value: Json | list[Any]) -> bytes:
     """Compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

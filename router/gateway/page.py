@@ -17,7 +17,7 @@ from starlette.routing import Route
 from pageferry import __version__
 from pageferry.router.gateway.envelope import authorization_of
 from pageferry.router.gateway.generation import dump
-from pageferry.router.gateway.page_json import requests_json, router_json, trace_json
+from pageferry.router.gateway.page_json import requests_text, status_text, trace_json
 from pageferry.router.gateway.strict_json import Json, refuse, shown
 from pageferry.router.record import KEPT_REQUESTS, Record
 from pageferry.v1 import inference_pb2 as pb
@@ -80,18 +80,18 @@ class Page:
             "keeps_traces": self.keeps_traces,
             "trace_url": self.trace_url,
         }
-        return _json(about | router_json(status, self.record, after / 1000))
+        return _json(status_text(about, status, self.record, after / 1000))
 
     async def requests(self, request: Request) -> Response:
         self.frontend.check_admin(authorization_of(request), "requests")
         asked = _query(request, {"after": (0, 0, MAX_NUMBER), "limit": (100, 1, KEPT_REQUESTS)})
-        return _json(requests_json(self.record, asked["after"], asked["limit"]))
+        return _json(requests_text(self.record, asked["after"], asked["limit"]))
 
     async def trace(self, request: Request) -> Response:
         asked = pb.GetTraceRequest(id=request.path_params["id"])
         response = self.frontend.get_trace(asked, authorization_of(request))
         _query(request, {})
-        return Response(await asyncio.to_thread(lambda: dump(trace_json(response))), 200, _NO_STORE, "application/json")
+        return _json(await asyncio.to_thread(lambda: dump(trace_json(response))))
 
 
 def page_headers(page: bytes) -> dict[str, str]:
@@ -141,5 +141,5 @@ def _query(request: Request, known: dict[str, tuple[int, int, int]]) -> dict[str
     return values
 
 
-def _json(value: Json) -> Response:
-    return Response(dump(value), 200, _NO_STORE, "application/json")
+def _json(text: bytes) -> Response:
+    return Response(text, 200, _NO_STORE, "application/json")

@@ -1,11 +1,17 @@
-"""What the page is told, as plain objects: docs/page.md is about each field."""
+"""What the page is told, as JSON: docs/page.md is about each field.
 
+Requests and points never change, so that their text is made once, whoever asks how often: it would hold up streams.
+"""
+
+from collections.abc import Iterable
 from dataclasses import fields
+from functools import lru_cache
 
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
+from pageferry.router.gateway.generation import dump
 from pageferry.router.gateway.strict_json import Json
-from pageferry.router.record import INTERVAL_S, Past, Point, Record
+from pageferry.router.record import INTERVAL_S, KEPT_POINTS, KEPT_REQUESTS, Past, Point, Record
 from pageferry.runtime.convert import format_from_proto, groups_from_proto
 from pageferry.runtime.span_trees import as_json, is_whole
 from pageferry.v1 import inference_pb2 as pb
@@ -29,9 +35,10 @@ _COUNTS = (
 _PAST, _POINT = ([field.name for field in fields(kind)] for kind in (Past, Point))
 
 
-def router_json(status: pb.GetStatusResponse, record: Record, after: float) -> Json:
-    """Workers as they are, and points of the last minutes that ended after a time."""
-    return {
+def status_text(about: Json, status: pb.GetStatusResponse, record: Record, after: float) -> bytes:
+    """What `about` says, workers as they are, and points of the last minutes that ended after a time."""
+    told: Json = {
+        **about,
         "started": record.started,
         "queued": status.queued,
         "running": status.running,
@@ -51,20 +58,14 @@ def router_json(status: pb.GetStatusResponse, record: Record, after: float) -> J
             {"name": one.name, "in_effect": one.in_effect, "queued": one.queued, "running": one.running}
             for one in status.profiles
         ],
-        "history": {
-            "interval_s": INTERVAL_S,
-            "columns": _POINT,
-            "points": [_values(point, _POINT) for point in record.points(after)],
-        },
     }
+    history = _with_list({"interval_s": INTERVAL_S, "columns": _POINT}, "points", map(_point, record.points(after)))
+    return b'%b,"history":%b}' % (dump(told)[:-1], history)
 
 
-def requests_json(record: Record, after: int, limit: int) -> Json:
-    return {
-        "started": record.started,
-        "num_requests": record.num_requests,
-        "requests": [_past(past) for past in record.requests(after, limit)],
-    }
+def requests_text(record: Record, after: int, limit: int) -> bytes:
+    told: Json = {"started": record.started, "num_requests": record.num_requests}
+    return _with_list(told, "requests", map(_past, record.requests(after, limit)))
 
 
 def trace_json(response: pb.GetTraceResponse) -> Json:
@@ -72,8 +73,19 @@ def trace_json(response: pb.GetTraceResponse) -> Json:
     return {"trace_id": response.trace_id, "is_whole": is_whole(data), "spans": as_json(data)}
 
 
-def _past(past: Past) -> Json:
-    return dict(zip(_PAST, _values(past, _PAST), strict=True))
+def _with_list(told: Json, name: str, items: Iterable[bytes]) -> bytes:
+    """The object as text with one more field, of items that are text already."""
+    return b'%b,"%b":[%b]}' % (dump(told)[:-1], name.encode(), b",".join(items))
+
+
+@lru_cache(2 * KEPT_REQUESTS)  # whoever asks for all of as many as there is room for would find none of them
+def _past(past: Past) -> bytes:
+    return dump(dict(zip(_PAST, _values(past, _PAST), strict=True)))
+
+
+@lru_cache(2 * KEPT_POINTS)
+def _point(point: Point) -> bytes:
+    return dump(_values(point, _POINT))
 
 
 def _worker(worker: pb.WorkerStatus) -> Json:

@@ -16,7 +16,7 @@ from fake_workers import Rig, Script
 from pageferry.core.config import Config, SecurityConfig
 from pageferry.core.errors import NotFoundError
 from pageferry.core.tenants import key_digest
-from pageferry.router.gateway import page as page_module
+from pageferry.router.gateway import page as page_module, page_json
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.page import Page, page_headers
 from pageferry.v1 import inference_pb2 as pb
@@ -148,6 +148,28 @@ async def test_requests_are_told_newest_first_without_a_word_of_their_text(tiny_
         newer = await get(http, f"requests?after={first['number']}&limit=1")
         assert [past["request_id"] for past in newer["requests"]] == ["three"]
         assert SECRET not in str(told) and "secret" not in str(await get(http, "status"))
+
+
+async def test_what_is_over_is_written_once_however_many_look(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loop, for all of what is kept, it would hold up streams."""
+    written: list[object] = []
+    values = page_json._values
+
+    def counted(of: object, names: list[str]) -> list[object]:
+        written.append(of)
+        return values(of, names)
+
+    monkeypatch.setattr(page_json, "_values", counted)
+    async with opened(tiny_model) as (rig, http):
+        for number in range(3):
+            await ask(http, f"r-{number}")
+        rig.telemetry.record.close_point(0, 0)
+        first = [await get(http, path) for path in ("status", "requests")]
+        assert len(written) == len(set(map(id, written))) == 4
+        assert [await get(http, path) for path in ("status", "requests")] == first
+        assert len(written) == 4
 
 
 async def test_a_request_that_was_not_sampled_is_told_without_a_trace(tiny_model: Path) -> None:
