@@ -159,6 +159,7 @@ class Worker:
             except Exception as error:  # else nobody would hear of the worker any more
                 log("watch_failed", level="error", address=self.address, error=error)
                 link, reason = WorkerState.DOWN, f"internal error: {type(error).__name__}"
+            before = (self._link, self._link_reason)
             was_heard = self._link is WorkerState.READY
             self._set_link(link, reason)
             if was_heard:
@@ -166,7 +167,8 @@ class Worker:
             else:  # a stream may break, or have a gap, while calls go on; where no other can be had, they won't
                 self.feed.give_up()
                 self._lose(reason)
-            on_change()
+            if (link, reason) != before:  # of hundreds that are away, each attempt would have all looked at
+                on_change()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

@@ -1,19 +1,20 @@
 """The fleet: workers that come, go, start over, fall silent, or do not fit."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
 
-from pageferry.core.errors import InternalError, PageferryError, UnavailableError
+from pageferry.core.errors import InternalError, InvalidArgumentError, PageferryError, UnavailableError
 from pageferry.core.formats import PageFormat
 from pageferry.core.groups import CacheGroup, groups_text
 from pageferry.core.layout import CacheLayout
-from pageferry.router import dispatch
-from pageferry.router.workers import Role, WorkerState
+from pageferry.router import dispatch, workers
+from pageferry.router.workers import Role, Worker, WorkerState
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb, worker_pb2
 from pageferry.v1.worker_pb2 import WatchResponse
@@ -320,3 +321,28 @@ async def test_a_request_is_told_once_that_a_worker_is_lost_however_long_it_stay
             await router.prefill.server.__aexit__(None, None, None)
             await eventually(lambda: changes.count(WorkerState.DOWN) >= 3)
         assert len(told) == 1
+
+
+async def test_an_attempt_that_ends_as_the_one_before_is_no_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All workers and the queue are looked at after each change: hundreds that are away would take a whole core."""
+    monkeypatch.setattr(workers, "_FIRST_PAUSE_S", 0)
+    news: list[WorkerState] = []
+    outcomes: Iterator[Exception] = iter([*3 * [TimeoutError()], *2 * [InvalidArgumentError("odd")]])
+    over = asyncio.Event()
+
+    async def fail(*_: object) -> None:
+        outcome = next(outcomes, None)
+        if outcome is None:
+            over.set()
+            await asyncio.Event().wait()
+        assert outcome is not None
+        raise outcome
+
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        worker = Worker(Role.DECODE, "127.0.0.1:1", channel, "tiny")
+        monkeypatch.setattr(worker, "_follow", fail)
+        watching = asyncio.create_task(worker.watch(lambda: news.append(worker.state), 1))
+        await over.wait()
+        watching.cancel()
+        await worker.feed.close()
+    assert news == [WorkerState.DOWN, WorkerState.REFUSED]
