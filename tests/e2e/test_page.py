@@ -11,8 +11,9 @@ import pytest
 from browser import PICTURES, SIZES, overflow, visiting
 from cluster import Cluster
 from fake_frontend import FakeFrontend
-from fake_trace import TRACE_ID, example
+from fake_trace import TRACE_ID, example, of_service, span
 from gateway import serving
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
 from pageferry.core.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
 from pageferry.router.gateway.page import Page
@@ -118,6 +119,7 @@ class Shown(FakeFrontend):
         worker = pb.WorkerStatus(role="decode", address="10.0.0.1:7000", state="down", reason="it does not answer")
         worker.load.pages_total, worker.load.pages_free = 64, 60
         self.workers = [worker]
+        self.trace = example()
 
     def check_caller(self, authorization: Sequence[str]) -> None:
         if self.keys and "".join(authorization).removeprefix("Bearer ") not in self.keys:
@@ -136,7 +138,7 @@ class Shown(FakeFrontend):
         self.check_admin(authorization, "traces")
         if request.id not in (TRACE_ID.hex(), fake.TRACE_ID):
             raise NotFoundError(f"no trace {request.id!r} is kept", reason="TRACE_NOT_FOUND")
-        return pb.GetTraceResponse(trace_id=TRACE_ID.hex(), traces_data=example().SerializeToString())
+        return pb.GetTraceResponse(trace_id=TRACE_ID.hex(), traces_data=self.trace.SerializeToString())
 
     def ended(self, request_id: str, reason: str = "", trace_id: str = TRACE_ID.hex()) -> None:
         outcome = "internal" if reason else "stop"
@@ -149,6 +151,27 @@ async def shown(frontend: Shown, trace_url: str = "") -> AsyncIterator[str]:
     page = Page(frontend, frontend.record, frontend.model, keeps_traces=not trace_url, trace_url=trace_url)
     async with serving(frontend, page=page) as url:
         yield url
+
+
+async def test_a_stranger_s_spans_are_rows_once_each_as_text() -> None:
+    """One id for two spans, of which one is below the other; a long chain; times that make no sense."""
+    frontend = Shown()
+    twice = [span((1, 2), "dup", "", (0, 1)), span((2, 1), "between", "", (1, 2)), span((1, 0), HOSTILE, "", (9, 3))]
+    chain = [span((number, number - 1 if number > 10 else 0), "deep", "", (0, 1)) for number in range(10, 910)]
+    chain[0].attributes.add(key=HOSTILE).value.string_value = HOSTILE
+    frontend.trace.CopyFrom(TracesData(resource_spans=[of_service(HOSTILE, *twice), of_service("x", *chain)]))
+    async with shown(frontend) as url, visiting(f"{url}/#trace={TRACE_ID.hex()}") as page:
+        await page.wait_for_selector('.fall[data-span="deep"]')
+        names = await page.eval_on_selector_all(".fall[data-span]", "rows => rows.map(row => row.dataset.span)")
+        assert (names.count("deep"), names.count("dup"), names.count("between"), names.count(HOSTILE)) == (
+            900,
+            1,
+            1,
+            1,
+        )
+        await page.locator('.fall[data-span="deep"]').first.click()
+        assert HOSTILE in await text_of(page, ".attributes")
+        assert await page.evaluate("window.hurt") is None
 
 
 async def test_whatever_names_are_given_they_are_shown_as_text() -> None:
