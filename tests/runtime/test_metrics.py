@@ -33,7 +33,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 def worker_metrics(layout: CacheLayout = LAYOUT) -> WorkerMetrics:
     metrics = WorkerMetrics()
-    metrics.describe(WorkerFacts("decode", "tiny", "cpu", layout))
+    metrics.describe(WorkerFacts("decode", "tiny", "cpu", layout, 32))
     return metrics
 
 

@@ -134,8 +134,9 @@ class WorkerMain(ABC, Generic[Worker]):
             chunk_tokens=self.chunk_tokens(parts.config),
             subscriptions=self.role == WORKER_ROLE_DECODE,
         )
-        role, device = self.name, parts.config.engine.device
-        parts.publisher.metrics.describe(WorkerFacts(role, engine.model_config.name, device, engine.layout))
+        device = parts.config.engine.device
+        facts = WorkerFacts(self.name, engine.model_config.name, device, engine.layout, scheduler.max_num_seqs)
+        parts.publisher.metrics.describe(facts)
         self.ready, self._publisher = worker, parts.publisher
         return worker.engine
 

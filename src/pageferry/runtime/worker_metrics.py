@@ -42,6 +42,7 @@ class WorkerFacts:
     model: str
     device: str
     layout: CacheLayout
+    max_num_seqs: int
 
     @property
     def info(self) -> tuple[str, ...]:
@@ -93,6 +94,8 @@ class WorkerMetrics(Metrics):
             (("waiting",), self._load.waiting),
             (("running",), self._load.running),
         ]
+        slots = reading("pageferry_max_sequences", "Most sequences that run at once.")
+        slots.read = lambda: [] if self._facts is None else [((), self._facts.max_num_seqs)]
         text = "Prompt tokens accepted and not yet computed."
         reading("pageferry_queued_prompt_tokens", text).follow(lambda: self._load.queued_prompt_tokens)
         text = "Tickets issued for hand-offs whose pages are not all there."
