@@ -104,7 +104,7 @@ endef
 # $(call describe,FILE) writes the reference of what the .proto files say.
 define describe
 $(PROTOC) --include_source_info --descriptor_set_out=build/api.binpb $(PROTOS)
-$(BIN)/python deploy/api_reference.py build/api.binpb $(1)
+$(BIN)/python docs/generate/api.py build/api.binpb $(1)
 endef
 
 proto: setup
@@ -138,7 +138,7 @@ descriptors: setup
 
 metrics: setup
 	@mkdir -p build
-	$(BIN)/python deploy/metrics_reference.py > build/metrics.md && mv build/metrics.md docs/metrics.md
+	$(BIN)/python docs/generate/metrics.py > build/metrics.md && mv build/metrics.md docs/metrics.md
 	$(BIN)/python deploy/grafana/dashboard.py > build/dashboard.json && mv build/dashboard.json deploy/grafana/
 	sed -e 's/^./  &/' -e '1i apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: pageferry' \
 		-e '1i spec: # made from deploy/prometheus/rules.yml by make metrics' deploy/prometheus/rules.yml > build/alerts.yaml
