@@ -12,6 +12,7 @@ from pageferry.router.request_span import Timeline
 KEPT_REQUESTS = 1000
 KEPT_POINTS = 300
 INTERVAL_S = 2.0  # between points
+CANCELLED = "cancelled"  # an outcome that nothing here has failed for
 _MAX_PAIRS = 4096  # of workers; where they come and go, the first are forgotten
 _MAX_SAMPLES = 5000  # of a kind in a point; the newest count, and streams wait while they are sorted
 
@@ -94,7 +95,7 @@ class Record:
         """A request is over; `now` is a time of its timeline's clock, `reason` empty where it did not fail."""
         self.num_requests += 1
         self._num_ended += 1
-        self._num_failed += bool(reason)
+        self._num_failed += bool(reason) and outcome != CANCELLED
         total_s = now - timeline.arrival
         prefill, decode = timeline.workers
         usage = timeline.usage

@@ -11,9 +11,9 @@ from pageferry.router.request_span import Timeline
 from pageferry.v1.types_pb2 import Usage
 
 
-def end(record: Record, request_id: str, reason: str = "", **fields: object) -> None:
+def end(record: Record, request_id: str, reason: str = "", outcome: str = "internal", **fields: object) -> None:
     timeline = Timeline(5.0, request_id=request_id, **fields)  # type: ignore[arg-type]
-    record.ended(timeline, "tiny", "f" * 32, "internal" if reason else "stop", reason, 7.5)
+    record.ended(timeline, "tiny", "f" * 32, outcome if reason else "stop", reason, 7.5)
 
 
 def test_the_newest_requests_are_kept_and_told_newest_first() -> None:
@@ -48,12 +48,14 @@ def test_a_point_has_the_figures_of_its_interval_alone() -> None:
     record.num_tokens = 30
     end(record, "a")
     end(record, "b", "FAILED")
+    end(record, "c", "CANCELLED", "cancelled")  # by its caller: no failure
+    end(record, "d")
     clock.now += 2
     record.close_point(queued=3, running=4)
     clock.now += 4
     record.close_point(queued=0, running=0)
     first, second = record.points(0)
-    assert first == Point(1000 + clock.now - 4, 0.5, 0.99, 0.25, 0.25, 15.0, 1.0, 0.5, 3, 4)
+    assert first == Point(1000 + clock.now - 4, 0.5, 0.99, 0.25, 0.25, 15.0, 2.0, 0.5, 3, 4)
     assert second == Point(1000 + clock.now, None, None, None, None, 0.0, 0.0, 0.0, 0, 0)
     assert record.points(first.time) == [second]
 
