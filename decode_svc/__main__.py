@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-from pageferry.core.addresses import host_port
 from pageferry.core.config import Config
 from pageferry.core.decode_scheduler import DecodeScheduler
 from pageferry.core.drafts import DraftSource
@@ -78,7 +77,7 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
         traces_steps = parts.config.telemetry.trace_steps
         step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock, traces_steps=traces_steps)
         server = parts.config.server
-        kv_endpoint = host_port(advertised_host(server), server.advertised_port or parts.port)
+        kv_endpoint = f"{advertised_host(server)}:{server.advertised_port or parts.port}"
         served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff, engine.pages)
         worker = DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)
         model = parts.config.engine.model

@@ -19,9 +19,14 @@ class ServiceName:
     port: int
 
 
+def bracketed(host: str) -> str:
+    """As it stands before a port."""
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
 def host_port(host: str, port: int) -> str:
     """As channels take it."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    return f"{bracketed(host)}:{port}"
 
 
 def parse_worker(field: str, text: str) -> ServiceName | None:

@@ -10,6 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from opentelemetry.trace import Tracer
 
+from pageferry.core.addresses import bracketed
 from pageferry.core.config import Config, ServerConfig
 from pageferry.core.errors import invalid
 from pageferry.core.layout import CacheLayout
@@ -171,4 +172,4 @@ def advertised_host(server: ServerConfig) -> str:
     if host in _WILDCARDS:
         limit = f"must be the name or address by which peers reach this process, as server.host is {server.host}"
         raise invalid("server.advertised_host", server.advertised_host, limit)
-    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return bracketed(host)
