@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import grpc
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind, Tracer
+from opentelemetry.trace import Tracer
 
 from pageferry.core.config import HandoffConfig
 from pageferry.core.errors import (
@@ -27,16 +27,15 @@ from pageferry.core.plan import SampledToken
 from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.carriers import INLINE, SHM, Batch, Carrier, InlineCarrier, StagedCarrier, cut
 from pageferry.runtime.convert import layout_to_proto, token_to_proto
-from pageferry.runtime.device_spans import CopyTimes
 from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.errors import from_rpc_error
-from pageferry.runtime.frames import TRANSPORT, describe_pages, describe_timing, sealed
+from pageferry.runtime.frames import sealed
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import exemplar_of
 from pageferry.runtime.outbox import Outbox
 from pageferry.runtime.page_wire import push_call
-from pageferry.runtime.push_figures import SENT, PushFigures
-from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, inject_context, rpc_attributes
+from pageferry.runtime.push_figures import PushFigures
+from pageferry.runtime.push_report import PushReport
+from pageferry.runtime.rpc_spans import inject_context
 from pageferry.runtime.shared_regions import SharedRegion, SharedRegions
 from pageferry.v1 import page_pb2
 
@@ -95,8 +94,6 @@ class PushClient:
         self._opened = page_pb2.Opened()
         self.failure: PageferryError | None = None  # what ended the push
         self._compute_has_ended = False
-        self._stalled_s = 0.0
-        self._times = CopyTimes(parts.device)
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
 
@@ -113,7 +110,7 @@ class PushClient:
         if self._wants_to_share():
             opening.staging.proof = known.proof if known is not None else b""
         self._outbox.put(page_pb2.PushRequest(open=opening))
-        metadata = tuple(inject_context(trace.set_span_in_context(self._span)).items())
+        metadata = tuple(inject_context(trace.set_span_in_context(self._report.span)).items())
         self._call = push_call(self._channel)(self._requests(), metadata=metadata)
         self._reader = asyncio.create_task(self._read(), name="push-reader")
         await self._until(lambda: self._sender.state is not SenderState.IDLE)
@@ -162,13 +159,13 @@ class PushClient:
     def abort(self, error: PageferryError | None = None) -> None:
         """Break the push off, for good; without effect once it is committed."""
         if self._sender.state is not SenderState.COMMITTED:
-            self._fail(error or AbortedError("the push was given up", reason="PUSH_ABORTED"))
+            self._fail(error or _given_up())
             if self._call is not None:
                 self._call.cancel()
 
     async def __aenter__(self) -> Self:
-        attributes = rpc_attributes(PUSH_METHOD, self._endpoint)
-        self._span = self._parts.tracer.start_span(PUSH_SPAN, kind=SpanKind.CLIENT, attributes=attributes)
+        parts = self._parts
+        self._report = PushReport(parts.tracer, self._endpoint, parts.device, parts.clock)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -183,7 +180,10 @@ class PushClient:
             self._carrier.close()
             if self._region is not None:
                 self._parts.regions.give_back(self._channel, self._region, self._parts.config.lease_ms / 1000)
-            self._end_span()
+            is_committed = self._sender.state is SenderState.COMMITTED
+            failure = None if is_committed else self.failure or _given_up()
+            layout = self._parts.source.layout
+            self._parts.on_over(self._report.end(self._sender, self.transport, layout, failure))
 
     def _wants_to_share(self) -> bool:
         """Whether to ask for shared memory; where it would be in vain, only if nothing else will do."""
@@ -214,17 +214,15 @@ class PushClient:
             self._carrier = InlineCarrier(config.max_frames_in_flight, several=opened.takes_frames)
 
     async def _wait_for_room(self, batch: Batch) -> int:
-        start, room = self._parts.clock(), None
+        room = None
 
         def has_room() -> bool:
             nonlocal room
             room = self._carrier.take_room(batch)
             return room is not None
 
-        try:
+        with self._report.stalled():
             await self._until(has_room)
-        finally:
-            self._stalled_s += self._parts.clock() - start
         assert room is not None
         return room
 
@@ -239,7 +237,7 @@ class PushClient:
         carrier, source = self._carrier, self._parts.source
 
         def read() -> list[bytes]:
-            with self._times.counted():
+            with self._report.copies.counted():
                 return [carrier.read(source, batch, room) for batch, room in zip(batches, rooms, strict=True)]
 
         copying = self._parts.executor.submit(read)
@@ -282,7 +280,7 @@ class PushClient:
             failure = error
             self._call.cancel()
         except asyncio.CancelledError:
-            failure = AbortedError("the push was given up", reason="PUSH_ABORTED")
+            failure = _given_up()
         except Exception as error:
             log("push_failed", level="error", error=error)
             failure = InternalError(f"internal error: {type(error).__name__}")
@@ -322,31 +320,6 @@ class PushClient:
             await self._progress.wait()
             self._raise_failure()
 
-    def _end_span(self) -> None:
-        failure: PageferryError | None = None
-        if self._sender.state is not SenderState.IDLE:
-            self._span.set_attribute(TRANSPORT, self.transport)
-        if self._sender.state is SenderState.COMMITTED:
-            stats = self._sender.stats
-            describe_pages(self._span, self._parts.source.layout, stats.pages, stats.bytes)
-            describe_timing(self._span, stats, self._stalled_s)
-            self._span.set_attributes(self._times.attributes)
-            end_span(self._span, grpc.StatusCode.OK)
-        else:
-            failure = self.failure or AbortedError("the push was given up", reason="PUSH_ABORTED")
-            end_span(self._span, grpc.StatusCode[failure.code], failure.message)
-        self._tell(failure)
 
-    def _tell(self, failure: PageferryError | None) -> None:
-        num_pages, num_bytes = self._sender.shipped
-        figures = PushFigures(
-            SENT,
-            self.transport,
-            num_pages,
-            num_bytes,
-            self._stalled_s,
-            self._sender.stats if failure is None else None,
-            failure.reason if failure is not None else None,
-            exemplar_of(self._span),
-        )
-        self._parts.on_over(figures)
+def _given_up() -> AbortedError:
+    return AbortedError("the push was given up", reason="PUSH_ABORTED")
