@@ -1,5 +1,7 @@
 """What tries at a request leave on its timeline."""
 
+import pytest
+
 from pageferry.router.request_span import Timeline, TryTimes
 from pageferry.v1.decode_pb2 import FirstSteps, Reserved
 from pageferry.v1.inference_pb2 import HandoffStats, Timings
@@ -28,3 +30,12 @@ def test_a_try_that_goes_on_after_the_first_token_tells_nothing_of_it() -> None:
     second = TryTimes(timeline)
     second.prefilled(FirstToken(queue_ms=8.0, prefill_ms=9.0))
     assert timeline.parts == Timings(prefill_queue_ms=1.0, prefill_ms=2.0)
+
+
+def test_a_second_token_that_came_with_the_first_has_no_gap() -> None:
+    together, apart = Timeline(0.0), Timeline(0.0)
+    together.note_tokens(0.01, 2)
+    apart.note_tokens(0.01, 1)
+    apart.note_tokens(0.03, 1)
+    assert together.second_token_ms() == {}
+    assert apart.second_token_ms()["gap"] == pytest.approx(20.0)

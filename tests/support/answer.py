@@ -24,6 +24,7 @@ class Answer:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
+    num_first: int = 0  # tokens that came in one message with the first
     started: pb.Started | None = None
     finished: pb.Finished | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Answer:
                 choice.token_ids += [token.token_id for token in response.delta.tokens]
                 if response.delta.choice:
                     return
+                self.num_first = self.num_first or len(response.delta.tokens)
                 self.text += response.delta.text
                 self.token_ids += [token.token_id for token in response.delta.tokens]
                 self.positions = positions
