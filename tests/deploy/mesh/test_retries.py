@@ -108,6 +108,7 @@ async def test_connections_reset_at_any_moment_start_no_generation_twice(edge: E
     draw = random.Random(5)
     begun: Counter[str] = Counter()
     ended: dict[str, str] = {}
+    some_ended = asyncio.Event()
 
     def script(request: pb.GenerateRequest) -> Sequence[fake.Step]:
         begun[request.request_id] += 1
@@ -115,6 +116,9 @@ async def test_connections_reset_at_any_moment_start_no_generation_twice(edge: E
         asyncio.get_running_loop().call_later(draw.random() * 0.01, pause.set)
         moments = ((pause, *fake.HELLO), (fake.started(), pause, *fake.HELLO[1:]), fake.HELLO)
         return draw.choice(moments)
+
+    def num_ok() -> int:
+        return Counter(ended.values())["OK"]
 
     async def ask(numbers: "asyncio.Queue[int]") -> None:
         while not numbers.empty():
@@ -124,12 +128,23 @@ async def test_connections_reset_at_any_moment_start_no_generation_twice(edge: E
                 ended[request_id] = "OK"
             except UnavailableError:
                 ended[request_id] = "UNAVAILABLE"
+            finally:
+                some_ended.set()
 
     async def reset(clients: Sequence["asyncio.Task[None]"]) -> None:
-        while not all(client.done() for client in clients):
+        """Each time after some more have ended well, however long that takes."""
+
+        def are_over() -> bool:
+            return all(client.done() for client in clients)
+
+        while not are_over():
             link = draw.choice(edge.links)
             link.delay_s = draw.choice((0.0, 0.002))
-            await asyncio.sleep(draw.random() * 0.05)
+            wanted = num_ok() + draw.randrange(1, NUM_CLIENTS)
+            while num_ok() < wanted and not are_over():
+                some_ended.clear()
+                await some_ended.wait()
+            await asyncio.sleep(draw.random() * 0.01)
             await asyncio.to_thread(link.cut)
             await asyncio.to_thread(link.heal)
 
