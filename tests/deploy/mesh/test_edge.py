@@ -100,7 +100,7 @@ async def test_what_is_for_peers_and_operators_is_not_to_be_had(edge: Envoy) -> 
         ):
             call: Any = channel.unary_unary(f"/{method}")(b"", timeout=60)
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
-    async with httpx.AsyncClient(base_url=f"http://{edge.address('edge')}") as http:
+    async with httpx.AsyncClient(base_url=f"http://{edge.address('edge')}", timeout=60) as http:
         for path in ("/metrics", "/%6detrics", "/x/%2e%2e/metrics"):
             assert (await http.get(httpx.URL(str(http.base_url), raw_path=path.encode()))).status_code == 404
         assert (await http.get("/health")).status_code == 200
@@ -110,7 +110,10 @@ async def test_a_caller_s_trace_and_id_go_on_unchanged(edge: Envoy, router: Fake
     address = edge.address("edge")
     request_ids = ("mine", "8ee4d5a2-6f0c-4a3b-9d8e-2f6c1b7a9e10")
     told: dict[str, tuple[str, str]] = {}
-    async with grpc.aio.insecure_channel(address) as channel, httpx.AsyncClient(base_url=f"http://{address}") as http:
+    async with (
+        grpc.aio.insecure_channel(address) as channel,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=60) as http,
+    ):
         for number, (sampled, request_id) in enumerate(itertools.product(("01", "00"), request_ids)):
             trace = f"{TRACE[:-1]}{number}"
             traceparent = f"00-{trace}-{CALLER}-{sampled}"

@@ -15,7 +15,7 @@ import pytest
 from cluster import Stub, generate, greedy
 from collector import Collector, collecting
 from envoys import ANY_PORT, Envoy
-from links import hold_port
+from loopback import free_port
 from services import Deployment
 from streams import prompt_of
 
@@ -33,8 +33,7 @@ def put_sidecars(deployment: Deployment) -> list[Envoy]:
     sidecars = []
     addresses: dict[str, list[str]] = {"prefill": [], "decode": []}
     for worker in deployment.workers:
-        with hold_port() as holder:
-            inbound = f"127.0.0.1:{holder.getsockname()[1]}"
+        inbound = f"127.0.0.1:{free_port()}"
         sidecars.append(Envoy("sidecar", {"0.0.0.0:15006": inbound, "127.0.0.1:50051": worker.address}))
         worker.settings["server.advertised_port"] = inbound.rpartition(":")[2]
         addresses[worker.role].append(inbound)
@@ -52,7 +51,8 @@ class Mesh:
 
 @contextmanager
 def meshed(model: Path, collector: str) -> Iterator[Mesh]:
-    settings = {"telemetry.otlp_endpoint": collector}
+    # Room for all on one worker, even where one that has ended is still counted: no worker refuses anything.
+    settings = {"telemetry.otlp_endpoint": collector, "scheduler.max_num_seqs": str(2 * NUM_CLIENTS)}
     graces = {"router": {"server.drain_grace_s": "120"}}
     deployment = Deployment(prefill=2, decode=2, routers=2, settings=settings, of_role=graces, model=model)
     with ExitStack() as stack:

@@ -116,23 +116,28 @@ class Pods:
         return (programs.find("ip"), "netns", "exec", self._tag + name)
 
     def __enter__(self) -> "Pods":
+        with ExitStack() as undone:
+            self._make(undone)
+            self._undone = undone.pop_all()
+        return self
+
+    def _make(self, undone: ExitStack) -> None:
         self._ip("link", "add", self._tag, "type", "bridge")
+        undone.callback(self._ip, "link", "del", self._tag)
         self._ip("addr", "add", f"{self._net}.1/24", "dev", self._tag)
         self._ip("link", "set", self._tag, "up")
         for name in self._names:
             space, outer = self._tag + name, f"{self._tag}{name[:2]}"
             self._ip("netns", "add", space)
+            undone.callback(self._ip, "netns", "del", space)
             self._ip("link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
             self._ip("link", "set", outer, "master", self._tag, "up")
             self._ip("-n", space, "link", "set", "lo", "up")
             self._ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             self._ip("-n", space, "link", "set", "eth0", "up")
-        return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self._names:
-            self._ip("netns", "del", self._tag + name)
-        self._ip("link", "del", self._tag)
+        self._undone.close()
 
     @staticmethod
     def _ip(*arguments: str) -> None:
@@ -219,7 +224,7 @@ async def is_served(channel: grpc.aio.Channel) -> bool:
     async with channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=20)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=60)
         except grpc.aio.AioRpcError as error:
             assert error.code() is grpc.StatusCode.UNAVAILABLE
             return False
