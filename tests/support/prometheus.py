@@ -40,7 +40,7 @@ class Prometheus:
 
     def is_ready(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/-/ready").status_code == httpx.codes.OK
+            return httpx.get(f"{self.url}/-/ready", timeout=START_S).status_code == httpx.codes.OK
         return False
 
 
