@@ -76,7 +76,7 @@ class Pool:
 
 async def metrics(router: Service, name: str) -> dict[str, float]:
     """Values of a counter by its only label."""
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=LIMIT_S) as client:
         text = (await client.get(f"{router.http}/metrics")).text
     lines = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
     return {line.split('"')[1]: float(line.rpartition(" ")[2]) for line in lines}
@@ -176,7 +176,8 @@ async def test_equal_prefixes_go_to_the_same_pod_and_others_spread(running: Pool
             counts = [after - one for after, one in zip(await running.served(), before, strict=True)]
             assert sorted(counts) == [0, 4], "equal prefixes were spread"
         before = await running.served()
-        await asyncio.gather(*(ask(client, f"{number} is my number", 32) for number in range(16)))
+        # Long enough that the last one is picked for before the first one is over.
+        await asyncio.gather(*(ask(client, f"{number} is my number", 400) for number in range(16)))
         counts = [after - one for after, one in zip(await running.served(), before, strict=True)]
         assert min(counts) >= 4, f"load did not spread: {counts}"
         served = await running.picks("pageferry_picks_served_total")

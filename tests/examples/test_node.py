@@ -110,6 +110,6 @@ def test_calls_go_to_several_routers_in_turn(node: str, deployment: Deployment) 
 
 def requests(deployment: Deployment, router: int, outcome: str) -> int:
     """How many requests of a router have ended so."""
-    text = httpx.get(f"{deployment.routers[router].http}/metrics").text
+    text = httpx.get(f"{deployment.routers[router].http}/metrics", timeout=WAIT_S).text
     name = f'pageferry_requests_total{{outcome="{outcome}"}} '
     return sum(int(float(line.removeprefix(name))) for line in text.splitlines() if line.startswith(name))

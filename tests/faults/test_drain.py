@@ -214,7 +214,10 @@ async def test_http_streams_finish_too_and_one_longer_than_the_grace_ends_with_a
     deployment: Deployment,
 ) -> None:
     body = {"prompt": "drain", "stream": True, "temperature": 0, "ignore_eos": True}
-    async with one_restarted(deployment, "router") as router, httpx.AsyncClient(base_url=router.http) as client:
+    async with (
+        one_restarted(deployment, "router") as router,
+        httpx.AsyncClient(base_url=router.http, timeout=60) as client,
+    ):
         short, long = (events(client, body | {"max_tokens": number}) for number in (NUM_TOKENS, ENDLESS))
         await anext(short)
         await anext(long)

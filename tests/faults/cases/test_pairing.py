@@ -131,7 +131,10 @@ async def test_what_a_worker_had_cached_is_forgotten_with_it(pair: Deployment, p
 async def test_a_prompt_that_one_side_can_never_hold_is_refused_before_any_work(tiny_model: Path) -> None:
     of_role = {"prefill": {"engine.num_pages": "64"}}
     with Deployment(prefill=1, decode=1, of_role=of_role, model=tiny_model) as deployment:
-        async with deployment.stub() as stub, httpx.AsyncClient(base_url=deployment.routers[0].http) as client:
+        async with (
+            deployment.stub() as stub,
+            httpx.AsyncClient(base_url=deployment.routers[0].http, timeout=60) as client,
+        ):
             error = await Stream(stub, greedy(prompt_of(93_000, 1025), 8)).failure()
             assert error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
             assert "1025" in (error.details() or "")

@@ -347,7 +347,7 @@ async def test_a_collector_that_is_away_costs_no_request_and_delays_no_end(tiny_
             for first in range(0, 100, 10):
                 requests = (greedy(prompt_of(551_000 + first + index, 40), 4) for index in range(10))
                 await asyncio.gather(*(generate(stub, request) for request in requests))
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             metrics = (await client.get(f"{deployment.routers[0].http}/metrics")).text
         assert "pageferry_spans_lost_total" in metrics
         for service in deployment.services:
