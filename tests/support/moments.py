@@ -17,6 +17,7 @@ from pageferry.v1 import inference_pb2 as pb
 
 LONG_PROMPT = 3900  # tokens: sixty steps of a prefill worker
 SOON_S = 15.0  # far below the lease of 30 s, and far above what anything takes, also on a machine that is busy
+SILENT_S = 200.0  # of a request that waits for a silent worker, which is given up after 12 s and a little
 MOMENTS = ("prefilling", "drawn", "decoding")
 
 
@@ -98,6 +99,18 @@ async def servers_of(linked: Deployment, stub: Stub, trace_id: str) -> tuple[Ser
     route = [span for span in spans if span.name == "route"][-1].attributes
     services = {linked.address_of(service): service for service in linked.workers}
     return services[route["pageferry.route.prefill"]], services[route["pageferry.route.decode"]]
+
+
+def silences(linked: Deployment) -> Counter[str]:
+    """How often the first router has said of each worker, by its name, that it hears nothing more of it."""
+    lost = [event for event in linked.routers[0].events() if event["event"] == "worker_lost"]
+    missed = Counter(event["address"] for event in lost if event["reason"].startswith("no message for"))
+    return Counter({worker.name: missed[linked.address_of(worker)] for worker in linked.workers})
+
+
+async def until_missed(linked: Deployment, worker: Service, before: Counter[str]) -> None:
+    """Until the router has noticed that the worker is silent, once more than before."""
+    await until(lambda: silences(linked)[worker.name] > before[worker.name], f"{worker.name} is missed", SILENT_S)
 
 
 def num_shipped(linked: Deployment) -> int:

@@ -73,9 +73,7 @@ async def test_one_channel_reaches_all_replicas_and_one_that_is_added(linked: De
         await generate(stub, greedy(prompt_of(96_100 + number, 20), 6))
     linked.decode[1].start()
     linked.decode[1].wait_ready()
-    began = time.monotonic()
     added = await shares(96_200)
-    assert time.monotonic() - began < 30
     assert 0.4 * sum(added) <= min(added), added
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from cluster import Stub, greedy
 from links import TcpLink
-from moments import MOMENTS, SOON_S, at_rest, catch, num_shipped, until
+from moments import MOMENTS, SILENT_S, SOON_S, at_rest, catch, num_shipped, silences, until, until_missed
 from services import Deployment
 from streams import Golden, Stream, prompt_of, request_span
 
-NOTICED_S = 30.0  # a silent worker is given up after 6 s and a little
 WAYS = ("client to router", "router to prefill", "router to decode", "prefill to decode")
 
 
@@ -57,18 +56,20 @@ async def test_a_way_that_breaks_costs_no_request(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_a_worker_that_the_router_hears_no_more_is_given_up(
     linked: Deployment, stub: Stub, golden: Golden, role: str, moment: str
 ) -> None:
-    caught = await catch(linked, stub, moment, number=120 + MOMENTS.index(moment) + 3 * (role == "decode"))
+    number, before = 120 + MOMENTS.index(moment) + 3 * (role == "decode"), silences(linked)
+    caught = await catch(linked, stub, moment, number, timeout_s=SILENT_S)
     linked.calls[caught.service(role).name].black_hole()
     caught.prefill.resume()
     caught.gate.set()
-    async with asyncio.timeout(NOTICED_S):
-        answer = await caught.stream.rest()
+    answer = await caught.stream.rest()
     assert answer.token_ids == (await golden(caught.request)).token_ids
+    await until_missed(linked, caught.service(role), before)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ async def test_pages_that_come_after_the_lease_are_never_run_on(
 
 
 @pytest.mark.field("vllm-project/vllm#46283", "vllm-project/vllm#46289")
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=(pytest.mark.slow, pytest.mark.timeout(900)))])
 async def test_a_client_leaves_while_the_sender_hangs_and_then_dies(
     linked: Deployment, stub: Stub, golden: Golden, times: int
 ) -> None:
