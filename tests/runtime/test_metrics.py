@@ -132,6 +132,11 @@ def quantile(metrics: Metrics, name: str, share: float) -> float:
     raise AssertionError("no value")
 
 
+def test_bounds_of_buckets_are_short_numbers() -> None:
+    """They are the label `le`: 3 times 0.1 is 0.30000000000000004."""
+    assert max(len(str(bound)) for bound in SECONDS) <= len("3600.0")
+
+
 @pytest.mark.field("vllm-project/vllm#15167", "vllm-project/vllm#48175")
 @pytest.mark.parametrize("seconds", [0.0011, 0.04, 0.31, 5.0, 11.0, 200.0, 600.0])
 @pytest.mark.parametrize("name", ["pageferry_time_to_first_token_seconds", "pageferry_request_seconds"])

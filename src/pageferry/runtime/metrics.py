@@ -25,7 +25,7 @@ from pageferry import __version__
 from pageferry.runtime.tls import Certificates
 
 # Of all durations: neighbours differ by a factor of 2 at most, from 1 ms to the longest lease that can be set, an hour.
-SECONDS = (*(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2, 3, 5)), 1000.0, 2000.0, 3600.0)
+SECONDS = (*(float(f"{factor}e{power}") for power in range(-3, 3) for factor in (1, 2, 3, 5)), 1000.0, 2000.0, 3600.0)
 SILENCE_S = 10.0  # of a connection, whose thread then ends
 OTHER = "other"
 OUTCOMES = (
