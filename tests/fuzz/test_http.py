@@ -6,13 +6,12 @@ from typing import Any
 import httpx
 from fake_frontend import FakeFrontend
 from fuzzing import JSON_VALUES, altered, as_json, held_to_contract, mutated
+from gateway import client_of
 from hypothesis import given, strategies as st
-from prometheus_client import CollectorRegistry
 
 from pageferry.router.gateway.chat_request import parse_chat
 from pageferry.router.gateway.completion_request import parse_completion
 from pageferry.router.gateway.fields import Reading
-from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.responses_request import parse_responses
 
 COMPLETION = {
@@ -122,8 +121,7 @@ def test_a_request(path: str, method: str, headers: list[tuple[bytes, str]], bod
         sent.append((b"content-type", b"application/json"))
 
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(build_app(FakeFrontend(), CollectorRegistry()))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with client_of(FakeFrontend()) as client:
             return await client.request(method, path, headers=sent, content=body)
 
     with held_to_contract():

@@ -4,8 +4,10 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import asking
 import pytest
 from fake_workers import Rig, Script
 
@@ -28,6 +30,7 @@ from pageferry.v1.types_pb2 import BeamSearch, Choices, Grammar, SamplingParams,
 EOS = 2
 CONTEXT_ONLY = Limits(2048, None, None)
 ONE_SYSTEM = [("system", " Be brief.\r\n"), ("user", " Hi ")]
+ask = partial(asking.ask, num_prompt=8, max_tokens=None)
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +62,6 @@ def admission(tokenizer: Tokenizer) -> Make:
     return make
 
 
-def ask(num_prompt: int = 8, max_tokens: int | None = None, **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[100] * num_prompt), **fields)
-    if max_tokens is not None:
-        request.stop.max_tokens = max_tokens
-    return request
-
-
 def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         chat=pb.ChatMessages(messages=[pb.ChatMessage(role=role, content=text) for role, text in messages])
@@ -77,7 +73,7 @@ def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:
     [
         (pb.GenerateRequest(), InvalidArgumentError, "input is None, must be prompt, chat or token_ids"),
         (pb.GenerateRequest(prompt=""), InvalidArgumentError, "prompt is '', must not be empty"),
-        (ask(0), InvalidArgumentError, "token_ids is '', must hold at least one token"),
+        (ask(num_prompt=0), InvalidArgumentError, "token_ids is '', must hold at least one token"),
         (
             pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 320])),
             InvalidArgumentError,
@@ -160,14 +156,14 @@ async def test_what_exceeds_the_context_is_refused_with_the_counts(
     admission: Make, num_prompt: int, max_tokens: int | None, counts: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=counts):
-        await admission().admit(ask(num_prompt, max_tokens))
+        await admission().admit(ask(num_prompt=num_prompt, max_tokens=max_tokens))
 
 
 @pytest.mark.field(*LIMIT_ITSELF)
 async def test_what_just_fits_the_context_is_taken(admission: Make) -> None:
-    assert (await admission().admit(ask(2047, 1))).stop.max_tokens == 1
-    assert (await admission().admit(ask(2047))).stop.max_tokens == 1
-    assert (await admission().admit(ask(8))).stop.max_tokens == 2040
+    assert (await admission().admit(ask(num_prompt=2047, max_tokens=1))).stop.max_tokens == 1
+    assert (await admission().admit(ask(num_prompt=2047))).stop.max_tokens == 1
+    assert (await admission().admit(ask(num_prompt=8))).stop.max_tokens == 2040
 
 
 POOLS = Limits(4096, prefill_pool_tokens=800, decode_pool_tokens=640)
@@ -187,14 +183,14 @@ async def test_what_no_pool_can_hold_is_refused_at_once(
     admission: Make, num_prompt: int, max_tokens: int | None, message: str
 ) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        await admission(POOLS).admit(ask(num_prompt, max_tokens))
+        await admission(POOLS).admit(ask(num_prompt=num_prompt, max_tokens=max_tokens))
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens", "expected"), [(800, 1, 1), (600, 41, 41), (600, None, 41)])
 async def test_what_just_fits_the_pools_is_taken(
     admission: Make, num_prompt: int, max_tokens: int | None, expected: int
 ) -> None:
-    assert (await admission(POOLS).admit(ask(num_prompt, max_tokens))).stop.max_tokens == expected
+    assert (await admission(POOLS).admit(ask(num_prompt=num_prompt, max_tokens=max_tokens))).stop.max_tokens == expected
 
 
 class Untouchable:
@@ -283,12 +279,12 @@ async def test_limits_come_from_the_workers(tiny_model: Path) -> None:
     config = Config(engine=EngineConfig(max_model_tokens=3000))
     async with Rig(str(tiny_model), Script(range(100, 140)), config=config) as router:
         with pytest.raises(InvalidArgumentError, match="the model takes 3000"):
-            await router.generate(ask(3000))
+            await router.generate(ask(num_prompt=3000))
         router.decode.publish(pages_total=50)
         await router.until(lambda: router.fleet.workers[1].view.load.pages_total == 50)
         with pytest.raises(InvalidArgumentError, match="decode worker's pages hold 800"):
-            await router.generate(ask(802, 2))
-        answer = await router.generate(ask(5, 2))  # nobody behind an impossible one waits
+            await router.generate(ask(num_prompt=802, max_tokens=2))
+        answer = await router.generate(ask(num_prompt=5, max_tokens=2))  # nobody behind an impossible one waits
         assert len(answer.token_ids) == 2
         model = router.frontend.list_models().models[0]
         assert (model.name, model.max_model_tokens, model.vocab_size, model.ready) == ("tiny", 3000, 320, True)
@@ -310,14 +306,15 @@ async def test_log_probabilities_are_computed_where_answers_are_compared(
 
 async def test_answers_share_the_full_pages_of_the_prompt_and_a_tenants_pages_hold_all(admission: Make) -> None:
     tenant = Tenant("small", max_pages=12)
-    admitted = await admission().admit(ask(40, n=4), tenant)  # two pages shared leave two and a half for each answer
+    # Two pages shared leave two and a half for each answer.
+    admitted = await admission().admit(ask(num_prompt=40, n=4), tenant)
     assert admitted.stop.max_tokens == 4 * 16 + 1 - 40
     assert admitted.num_pages == 2 + 4 * 2 <= 12
-    assert (await admission().admit(ask(40, max_tokens=25, n=4), tenant)).num_pages == 10
+    assert (await admission().admit(ask(num_prompt=40, max_tokens=25, n=4), tenant)).num_pages == 10
     with pytest.raises(InvalidArgumentError, match=r"max_pages, 12, hold 64 .* in each of 4 answers") as caught:
-        await admission().admit(ask(40, max_tokens=26, n=4), tenant)
+        await admission().admit(ask(num_prompt=40, max_tokens=26, n=4), tenant)
     assert caught.value.reason == "EXCEEDS_TENANT_PAGES"
-    assert (await admission().admit(ask(40, max_tokens=26, n=1), tenant)).num_pages == 5
+    assert (await admission().admit(ask(num_prompt=40, max_tokens=26, n=1), tenant)).num_pages == 5
 
 
 def sampled(**fields: object) -> pb.GenerateRequest:
@@ -377,7 +374,7 @@ def test_a_grammar_goes_on_as_it_is(admission: Make) -> None:
 
 def test_no_more_log_probabilities_of_a_prompt_than_a_message_holds(admission: Make) -> None:
     limits = Limits(100_000, None, None)
-    request = ask(8000, 1, sampling=SamplingParams(prompt_logprobs=18))
+    request = ask(num_prompt=8000, max_tokens=1, sampling=SamplingParams(prompt_logprobs=18))
     message = "prompt_logprobs is 18, must be so few that 8000 tokens have at most 150000"
     with pytest.raises(InvalidArgumentError, match=message):
         asyncio.run(admission(limits).admit(request))

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
+import asking
 import pytest
 from fake_workers import Rig, Script, eventually
 
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
-from pageferry.v1 import decode_pb2, inference_pb2 as pb, types_pb2 as types
+from pageferry.v1 import decode_pb2, types_pb2 as types
 
 EOS = 2
 HYPOTHESES = (
@@ -17,13 +19,7 @@ HYPOTHESES = (
     types.Hypothesis(token_ids=range(120, 128), score=-0.9, reason=types.FINISH_REASON_LENGTH),
 )
 NUM_TOKENS = 7 + 8 + 8
-
-
-def ask(n: int = 1, width: int = 3, max_tokens: int = 8, **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40), n=n, beam=types.BeamSearch(width=width))
-    request.MergeFrom(pb.GenerateRequest(**fields))
-    request.stop.max_tokens = max_tokens
-    return request
+ask = partial(asking.ask, beam=types.BeamSearch(width=3), max_tokens=8)
 
 
 @pytest.fixture(params=[True, False], ids=["feed", "calls"])
@@ -110,8 +106,11 @@ async def test_a_lost_decode_worker_means_a_search_from_the_start(tiny_model: Pa
     ("fields", "message"),
     [
         ({"n": 4}, r"^n is 4, must be at most beam\.width, 3$"),
-        ({"width": 9}, r"^beam\.width is 9, must be at most 8, the max_num_seqs of the decode workers"),
-        ({"width": 17}, r"^beam\.width is 17, must be from 1 to 16$"),
+        (
+            {"beam": types.BeamSearch(width=9)},
+            r"^beam\.width is 9, must be at most 8, the max_num_seqs of the decode workers",
+        ),
+        ({"beam": types.BeamSearch(width=17)}, r"^beam\.width is 17, must be from 1 to 16$"),
         ({"best_of": 2}, "^best_of is 2, must not be set with beam"),
         ({"sampling": types.SamplingParams(logprobs=0)}, "^logprobs is 0, must not be set with beam"),
         ({"sampling": types.SamplingParams(grammar=types.Grammar(json_object=True))}, "^beam is .* grammar"),
@@ -120,4 +119,4 @@ async def test_a_lost_decode_worker_means_a_search_from_the_start(tiny_model: Pa
 )
 async def test_what_a_search_cannot_have_is_refused(router: Rig, fields: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
-        await router.generate(ask(**fields))  # type: ignore[arg-type]
+        await router.generate(ask(**fields))

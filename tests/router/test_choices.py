@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 
+import asking
 import pytest
 from answer import Answer
-from fake_workers import FakePrefill, Rig, Script, eventually
+from fake_workers import FakePrefill, Make, Rig, Script, eventually
 from spans import assert_one_tree
 
 from pageferry.core.config import RouterConfig
@@ -16,13 +18,7 @@ from pageferry.v1 import inference_pb2 as pb, prefill_pb2, types_pb2 as types
 
 EOS = 2
 TOKENS = {0: [*range(100, 140)], 1: [*range(140, 180)], 2: [*range(180, 184), EOS, *range(184, 220)]}
-Make = Callable[..., Rig]
-
-
-def ask(n: int = 3, max_tokens: int = 8, **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40), n=n, **fields)
-    request.stop.max_tokens = max_tokens
-    return request
+ask = partial(asking.ask, n=3, max_tokens=8)
 
 
 @pytest.fixture(params=[True, False], ids=["feed", "calls"])
@@ -32,13 +28,6 @@ def rig(tiny_model: Path, request: pytest.FixtureRequest) -> Make:
         return Rig(str(tiny_model), script, **{"subscriptions": request.param} | options)
 
     return make
-
-
-@pytest.fixture
-async def router(rig: Make) -> AsyncIterator[Rig]:
-    async with rig() as router:
-        yield router
-        await router.check_idle()
 
 
 async def test_each_answer_is_its_own_and_ends_by_itself(router: Rig) -> None:
@@ -86,8 +75,7 @@ async def test_others_begin_once_the_decode_worker_has_drawn_a_token_of_its_own(
         status = router.frontend.get_status()
         assert (status.queued, status.running) == (0, 1)
         second.set()
-        async for event in events:
-            answer.take(event)
+        await answer.read(events)
     assert len(answer.choices) == 3
 
 
@@ -151,8 +139,7 @@ async def test_the_failure_of_one_is_that_of_all(router: Rig) -> None:
     router.decode.pause_at[6] = asyncio.Event()  # the others are still at work
     answer = Answer()
     with pytest.raises(InternalError, match="broken"):
-        async for event in router.stream(ask()):
-            answer.take(event)
+        await answer.read(router.stream(ask()))
     assert answer.finished is None
     await router.decode.wait_idle()
     assert router.decode.num_cancelled >= 1

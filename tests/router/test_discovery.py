@@ -6,25 +6,20 @@ import logging
 import socket
 import weakref
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from functools import partial
 
+import asking
 import pytest
-from fake_workers import LAYOUT, FakeDecode, FakePrefill, FakeWorker, Rig, Script, eventually
+from fake_workers import LAYOUT, FakeDecode, FakePrefill, FakeWorker, Make, Rig, eventually
 
 from pageferry.core.addresses import host_port
 from pageferry.core.errors import UnavailableError
 from pageferry.router.workers import Role, WorkerState
-from pageferry.v1 import inference_pb2 as pb
 
-Make = Callable[..., Rig]
 UNREACHED = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
-
-
-@pytest.fixture
-def rig(tiny_model: Path) -> Make:
-    return lambda **options: Rig(str(tiny_model), Script(range(100, 140)), behind=options.pop("behind"), **options)
+ask = partial(asking.ask, max_tokens=3)
 
 
 @asynccontextmanager
@@ -35,12 +30,6 @@ async def whole(rig: Make) -> AsyncIterator[Rig]:
         await put(router, router.decode, "10.0.1.1")
         await router.until(lambda: router.frontend.ready)
         yield router
-
-
-def ask(max_tokens: int = 3) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40))
-    request.stop.max_tokens = max_tokens
-    return request
 
 
 async def put(router: Rig, worker: FakeWorker, host: str) -> None:

@@ -2,20 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import asking
 import pytest
-from fake_workers import LAYOUT, Rig, Script, eventually
+from fake_workers import LAYOUT, TOKENS, Make, Rig, Script, eventually
 
 from pageferry.core.config import Config, RouterConfig, SchedulerConfig
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from pageferry.core.prefix import page_hashes
 from pageferry.v1 import inference_pb2 as pb
 
-TOKENS = [*range(100, 140)]
-Make = Callable[..., Rig]
+ask = partial(asking.ask, max_tokens=2)
 
 
 @pytest.fixture
@@ -25,12 +25,6 @@ def rig(tiny_model: Path) -> Make:
         return Rig(str(tiny_model), Script(TOKENS), **{"config": config} | options)
 
     return make
-
-
-def ask(num_prompt: int, max_tokens: int = 2, *, first_id: int = 200, **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[first_id] * num_prompt), **fields)
-    request.stop.max_tokens = max_tokens
-    return request
 
 
 async def set_load(router: Rig, **load: Any) -> None:
@@ -55,7 +49,7 @@ async def in_order(router: Rig, *requests: pb.GenerateRequest) -> list[int]:
 @pytest.mark.field("sgl-project/sglang#32549", "ROCm/ATOM#1835", "sgl-project/sglang#34623")
 async def test_short_prompts_go_before_long_ones_and_equal_ones_as_they_came(rig: Make) -> None:
     async with rig(ageing=0.001) as router:  # a busy machine takes its time between two
-        sent = await in_order(router, ask(200), ask(40), ask(200, first_id=201), ask(39))
+        sent = await in_order(router, ask(200), ask(40), ask(200, token_id=201), ask(39))
         assert sent == [39, 40, 200, 200]
         assert [work.prompt_ids[0] for work in router.decode.works if len(work.prompt_ids) == 200] == [200, 201]
 
@@ -75,7 +69,7 @@ async def test_what_is_cached_does_not_count_as_long(rig: Make) -> None:
         hashes = page_hashes([200] * 200, LAYOUT.page_size, salt="", layout_key=LAYOUT.cache_key)
         router.decode.hub.publish_cache(hashes, [])
         await router.until(lambda: router.fleet.workers[-1].view.num_cached_pages > 0)
-        assert await in_order(router, ask(40, first_id=201), ask(200)) == [200, 40]
+        assert await in_order(router, ask(40, token_id=201), ask(200)) == [200, 40]
 
 
 @pytest.mark.field("Avarok-Cybersecurity/atlas#482", "tensorflow/serving#1265")
@@ -123,9 +117,9 @@ async def test_a_request_that_fits_nowhere_any_more_does_not_hold_up_the_queue(r
             decode.publish(running=8, pages_total=pages, pages_free=pages)
         decodes = router.fleet.workers[1:]
         await router.until(lambda: [worker.view.capacity_tokens() for worker in decodes] == [128, 1024])
-        big = asyncio.create_task(router.generate(ask(100, 500)))
+        big = asyncio.create_task(router.generate(ask(100, max_tokens=500)))
         await eventually(lambda: router.frontend.get_status().queued == 1)
-        short = asyncio.create_task(router.generate(ask(100, 2, priority=1)))
+        short = asyncio.create_task(router.generate(ask(100, max_tokens=2, priority=1)))
         await eventually(lambda: router.frontend.get_status().queued == 2)
         large.hub.publish_draining()
         with pytest.raises(UnavailableError, match="hold 128 tokens, the request needs 599"):
@@ -147,12 +141,13 @@ async def test_a_request_goes_to_the_workers_that_can_hold_all_of_it(rig: Make) 
         await router.until(lambda: [worker.view.capacity_tokens() for worker in workers] == [128, 1024] * 2)
         await router.generate(ask(129))
         assert [len(worker.works) for worker in (*small, *large)] == [0, 0, 1, 1]
-        await router.generate(ask(100, 30))  # its answer needs the large decode worker, its prompt no large prefill one
+        # Its answer needs the large decode worker, its prompt no large prefill one.
+        await router.generate(ask(100, max_tokens=30))
         assert [len(worker.works) for worker in (*small, *large)] == [1, 0, 1, 2]
-        await router.generate(ask(129, 1))
+        await router.generate(ask(129, max_tokens=1))
         assert [len(worker.works) for worker in (*small, *large)] == [1, 0, 2, 2]
         with pytest.raises(InvalidArgumentError, match="hold 1024"):
-            await router.generate(ask(1025, 2))
+            await router.generate(ask(1025, max_tokens=2))
         await router.check_idle()
 
 
@@ -169,10 +164,10 @@ async def test_what_exceeds_a_pool_is_refused_with_both_numbers_and_a_short_one_
         for num_prompt in (num_usable - 1, num_usable, num_usable + 1, 1002):
             fits = num_prompt + max_tokens - 1 <= num_usable
             try:
-                answer = await router.generate(ask(num_prompt, max_tokens))
+                answer = await router.generate(ask(num_prompt, max_tokens=max_tokens))
             except InvalidArgumentError as error:
                 assert not fits and str(num_prompt) in error.message and str(num_usable) in error.message
             else:
                 assert fits and len(answer.token_ids) == max_tokens
-            assert len((await router.generate(ask(5, max_tokens))).token_ids) == max_tokens
+            assert len((await router.generate(ask(5, max_tokens=max_tokens))).token_ids) == max_tokens
         await router.check_idle()

@@ -1,36 +1,28 @@
 """Tokens in one stream for all calls: what is told, in which order, and what happens when the stream breaks."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from answer import Answer
-from fake_workers import Rig, Script, eventually
+from asking import ask
+from fake_workers import Make, Rig, Script, eventually
 
 from pageferry.core.errors import InternalError, UnavailableError
 from pageferry.router import feed
 from pageferry.router.merged_calls import MergedCalls
-from pageferry.v1 import decode_pb2, inference_pb2 as pb, types_pb2 as types
+from pageferry.v1 import decode_pb2, types_pb2 as types
 
 TOKENS = [*range(100, 180)]
 
 
-def ask(max_tokens: int = 5, **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40), **fields)
-    request.stop.max_tokens = max_tokens
-    return request
-
-
 @pytest.fixture
-async def router(tiny_model: Path) -> AsyncIterator[Rig]:
-    async with Rig(str(tiny_model), Script(TOKENS)) as router:
-        yield router
-        await router.check_idle()
+def rig(tiny_model: Path) -> Make:
+    return lambda **options: Rig(str(tiny_model), Script(TOKENS), **options)
 
 
 async def test_one_stream_tells_of_all_calls(router: Rig) -> None:
-    answers = await asyncio.gather(*(router.generate(ask(number)) for number in range(2, 8)))
+    answers = await asyncio.gather(*(router.generate(ask(max_tokens=number)) for number in range(2, 8)))
     assert [answer.token_ids for answer in answers] == [TOKENS[:number] for number in range(2, 8)]
     assert all(answer.finished.timings.decode_queue_ms == 0.5 for answer in answers)
     assert len(router.decode.feeds) == 1
@@ -49,12 +41,12 @@ async def test_the_end_of_a_call_may_come_before_what_it_generated(router: Rig) 
 
 async def test_a_reader_that_is_slow_gets_few_messages_and_holds_nobody_up(router: Rig) -> None:
     async with asyncio.timeout(5):
-        slow = router.stream(ask(70))
+        slow = router.stream(ask(max_tokens=70))
         answer = Answer()
         answer.take(await anext(slow))
         answer.take(await anext(slow))  # from here on it does not read
         await router.decode.wait_idle()
-        assert (await router.generate(ask(30))).token_ids == TOKENS[:30]
+        assert (await router.generate(ask(max_tokens=30))).token_ids == TOKENS[:30]
         num_before = len(answer.positions)
         num_messages = 0
         async for event in slow:
@@ -76,8 +68,7 @@ async def test_a_call_that_fails_fails_after_its_last_tokens(router: Rig, monkey
     await router.decode.wait_idle()
     router.decode.feed.set()
     with pytest.raises(InternalError, match="no luck"):
-        async for event in stream:
-            answer.take(event)
+        await answer.read(stream)
     assert answer.token_ids == TOKENS[:4]
 
 

@@ -7,9 +7,11 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import asking
 import grpc
 import httpx
 import pytest
@@ -44,6 +46,7 @@ from pageferry.v1.admin_pb2_grpc import AdminServiceStub
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
+ask = partial(asking.ask, prompt="Say something.", request_id="r-1", max_tokens=3)
 
 
 def config_for(router: Rig, **server: object) -> Config:
@@ -76,12 +79,6 @@ async def running(config: Config, stop: asyncio.Event) -> AsyncIterator[grpc.aio
                 assert await process == 0
 
 
-def ask() -> pb.GenerateRequest:
-    request = pb.GenerateRequest(prompt="Say something.", request_id="r-1")
-    request.stop.max_tokens = 3
-    return request
-
-
 @pytest.fixture
 async def workers(tiny_model: Path) -> AsyncIterator[Rig]:
     named = tiny_model.parent / MODEL
@@ -93,9 +90,7 @@ async def test_grpc_and_http_serve_the_same(workers: Rig) -> None:
     config = config_for(workers, http_port=free_port())
     async with running(config, asyncio.Event()) as channel, httpx.AsyncClient() as http:
         stub = InferenceServiceStub(channel)
-        answer = Answer()
-        async for event in stub.Generate(ask()):
-            answer.take(event)
+        answer = await Answer().read(stub.Generate(ask()))
         assert answer.text == "abc"
         response = await stub.GetTrace(pb.GetTraceRequest(id="r-1"))
         assert response.trace_id == answer.started.trace_id

@@ -1,38 +1,24 @@
 """What the router's metrics say of requests, its queue and its workers, and what observing costs a token."""
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
+import asking
 import pytest
 from fake_engine import LAYOUT
-from fake_workers import MODEL, Rig, Script
+from fake_workers import MODEL, TOKENS, Rig, Script
+from gateway import client_of
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
-from pageferry.router.gateway.http import build_app
 from pageferry.router.metrics import FIRST_TOKEN_PARTS, SECOND_TOKEN_PARTS, RouterMetrics
 from pageferry.runtime.trace_store import REQUEST_SPAN
-from pageferry.v1 import inference_pb2 as pb
 
-TOKENS = range(100, 140)
 TTFT = "pageferry_time_to_first_token_seconds"
-
-
-def ask(max_tokens: int = 8, **fields: Any) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40), **fields)
-    request.stop.max_tokens = max_tokens
-    return request
-
-
-@pytest.fixture
-async def router(tiny_model: Path) -> AsyncIterator[Rig]:
-    async with Rig(str(tiny_model), Script(TOKENS)) as router:
-        yield router
-        await router.check_idle()
+ask = partial(asking.ask, max_tokens=8)
 
 
 async def test_the_parts_of_the_time_to_first_token_add_up_to_it(router: Rig) -> None:
@@ -58,7 +44,7 @@ async def test_the_second_tokens_parts_are_those_on_spans(router: Rig) -> None:
 
 async def test_what_is_refused_counts_by_reason_and_what_fails_does_not(router: Rig) -> None:
     with pytest.raises(InvalidArgumentError):
-        await router.generate(ask(1 << 20))
+        await router.generate(ask(max_tokens=1 << 20))
     assert router.value("pageferry_rejections_total", reason="TOO_LONG") == 1
     router.metrics.count_rejection(UnavailableError("a worker died", reason="WORKER_LOST"))
     values = {sample.labels.get("reason"): sample.value for sample in samples(router.metrics, "pageferry_rejections")}
@@ -97,8 +83,7 @@ async def test_a_worker_of_another_model_is_refused_for_what_it_is(router: Rig) 
 async def test_exemplars_lead_to_traces_where_the_scraper_takes_them(router: Rig) -> None:
     answer = await router.generate(ask())
     assert answer.started is not None
-    app = build_app(router.frontend, router.metrics.registry)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pageferry") as http:
+    async with client_of(router.frontend, router.metrics.registry) as http:
         accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
         response = await http.get("/metrics", headers=accept)
         plain = await http.get("/metrics")
@@ -126,7 +111,7 @@ async def test_no_token_looks_a_series_up(router: Rig, monkeypatch: pytest.Monke
         return labels(self, *values, **names)
 
     monkeypatch.setattr(MetricWrapperBase, "labels", noting)
-    answer = await router.generate(ask(30))
+    answer = await router.generate(ask(max_tokens=30))
     assert len(answer.token_ids) == 30
     assert router.value("pageferry_inter_token_seconds_count") > 30
     assert looked_up == []

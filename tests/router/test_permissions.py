@@ -6,17 +6,19 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import asking
 import grpc
 import httpx
 import pytest
 from answer import Answer
 from fake_workers import Rig, Script, eventually
+from gateway import client_of
 
 from pageferry.core.config import Config, SecurityConfig, ServerConfig
 from pageferry.core.tenants import key_digest
-from pageferry.router.gateway.http import build_app
 from pageferry.router.service import InferenceServicer
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
@@ -26,6 +28,7 @@ from pageferry.v1.inference_pb2_grpc import InferenceServiceStub, add_InferenceS
 TOKENS = [4 + byte for byte in b"streamed text"]
 ADMIN, ACME, OTHER = "key-of-the-admin", "key-of-acme", "key-of-other"
 BODY = {"prompt": "Say something.", "max_tokens": 3}
+ask = partial(asking.ask, prompt="Say something.", max_tokens=3)
 
 
 @dataclass
@@ -35,10 +38,7 @@ class Door:
     http: httpx.AsyncClient
 
     async def generate(self, key: str, **fields: object) -> Answer:
-        answer = Answer()
-        async for event in self.stub.Generate(ask(**fields), metadata=bearer(key)):
-            answer.take(event)
-        return answer
+        return await Answer().read(self.stub.Generate(ask(**fields), metadata=bearer(key)))
 
     async def complete(self, key: str, **fields: object) -> httpx.Response:
         return await self.http.post("/v1/completions", json=BODY | fields, headers=dict(bearer(key)))
@@ -46,12 +46,6 @@ class Door:
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),) if key else ()
-
-
-def ask(max_tokens: int = 3, **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(**({"prompt": "Say something."} | fields))
-    request.stop.max_tokens = max_tokens
-    return request
 
 
 def _write_tenants(path: Path, limits: str) -> None:
@@ -69,10 +63,9 @@ async def door(tiny_model: Path, path: Path, limits: str = "") -> AsyncIterator[
     _write_tenants(path, limits)
     config = Config(security=SecurityConfig(tenants_file=str(path)))
     async with Rig(str(tiny_model), Script(TOKENS), config=config, admin=(f"Bearer {ADMIN}",)) as router:
-        app = build_app(router.frontend, router.metrics.registry)
         async with (
             GrpcServer(ServerConfig(), router.log.tracer()) as server,
-            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pageferry") as http,
+            client_of(router.frontend, router.metrics.registry) as http,
         ):
             server.add(add_InferenceServiceServicer_to_server, InferenceServicer(router.frontend), "x")
             async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:

@@ -2,13 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import asking
 import pytest
-from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
+from fake_workers import LAYOUT, TOKENS, FakeWorker, Make, Rig, Script, eventually
 from hand_clock import HandClock
 
 from pageferry.core.config import Config, RouterConfig
@@ -23,9 +24,8 @@ from pageferry.router.profiles import Profiles
 from pageferry.router.watched_file import CHECK_S
 from pageferry.v1 import inference_pb2 as pb
 
-TOKENS = [*range(100, 140)]
 FP32, BF16 = (replace(LAYOUT, format=PageFormat.parse(text)) for text in ("fp32", "bf16"))
-Make = Callable[..., Rig]
+ask = partial(asking.ask, max_tokens=2)
 
 
 @pytest.fixture
@@ -37,12 +37,6 @@ def rig(tiny_model: Path, tmp_path: Path) -> Make:
         return Rig(str(tiny_model), Script(TOKENS), **{"router": router, "config": Config()} | options)
 
     return make
-
-
-def ask(profile: str = "", num_prompt: int = 40, max_tokens: int = 2, **fields: Any) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * num_prompt), profile=profile, **fields)
-    request.stop.max_tokens = max_tokens
-    return request
 
 
 def counts(router: Rig, name: str) -> tuple[int, int]:
@@ -78,7 +72,7 @@ async def finish(router: Rig, answers: list["asyncio.Task[Any]"]) -> None:
 async def test_a_profile_decides_what_workers_are_asked(rig: Make) -> None:
     async with rig() as router:
         for profile in ("", "throughput", "interactive"):
-            await router.generate(ask(profile, priority=3))
+            await router.generate(ask(profile=profile, priority=3))
         works = [(work.profile, work.priority, work.speculate) for work in router.decode.works]
         assert works == [("interactive", 3, True), ("throughput", 103, False), ("interactive", 3, True)]
 
@@ -87,14 +81,14 @@ async def test_an_unknown_profile_is_refused_with_those_that_are_there(rig: Make
     async with rig("[profiles.vip]") as router:
         message = "profile is 'slow', must be one of interactive, throughput, quality, vip"
         with pytest.raises(InvalidArgumentError, match=message):
-            await router.generate(ask("slow"))
+            await router.generate(ask(profile="slow"))
 
 
 async def test_spans_and_status_tell_what_was_asked_and_what_is_in_effect(rig: Make) -> None:
     text = "[[profiles.throughput.switch]]\nuse = 'interactive'\nhours = '00:00-23:59'\n"
     text += "[[profiles.throughput.switch]]\nuse = 'interactive'\nhours = '23:59-00:00'"
     async with rig(text) as router:
-        await router.generate(ask("throughput"))
+        await router.generate(ask(profile="throughput"))
         spans = [span for span in router.log.spans if span.name == "pageferry.request"]
         attributes = spans[0].attributes
         assert attributes["pageferry.profile"] == "throughput"
@@ -112,7 +106,7 @@ async def test_spans_and_status_tell_what_was_asked_and_what_is_in_effect(rig: M
 
 async def test_no_more_of_a_profile_run_than_it_may_and_others_pass(rig: Make) -> None:
     async with rig("[profiles.throughput]\nmax_running = 2\nbatch_window_ms = 0") as router:
-        answers = await under_way(router, *[ask("throughput")] * 4)
+        answers = await under_way(router, *[ask(profile="throughput")] * 4)
         assert counts(router, "throughput") == (2, 2)
         answers += await under_way(router, ask(priority=200))
         assert counts(router, "interactive") == (0, 1)
@@ -122,11 +116,11 @@ async def test_no_more_of_a_profile_run_than_it_may_and_others_pass(rig: Make) -
 
 async def test_a_batch_goes_when_it_is_complete(rig: Make) -> None:
     async with rig("[profiles.throughput]\nbatch_window_ms = 3_600_000\nbatch_size = 3") as router:
-        answers = await under_way(router, ask("throughput"), ask("throughput"))
+        answers = await under_way(router, ask(profile="throughput"), ask(profile="throughput"))
         assert counts(router, "throughput") == (2, 0)
         answers += await under_way(router, ask(priority=200))
         assert counts(router, "interactive") == (0, 1)
-        answers += await under_way(router, ask("throughput"))
+        answers += await under_way(router, ask(profile="throughput"))
         assert counts(router, "throughput") == (0, 3)
         await finish(router, answers)
 
@@ -134,13 +128,13 @@ async def test_a_batch_goes_when_it_is_complete(rig: Make) -> None:
 async def test_a_batch_counts_nobody_who_has_left(rig: Make) -> None:
     text = "[profiles.throughput]\nbatch_window_ms = 3_600_000\nbatch_size = 2"
     async with rig(text) as router:
-        (gone,) = await under_way(router, ask("throughput"))
+        (gone,) = await under_way(router, ask(profile="throughput"))
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
-        answers = await under_way(router, ask("throughput"))
+        answers = await under_way(router, ask(profile="throughput"))
         assert counts(router, "throughput") == (1, 0)
-        answers += await under_way(router, ask("throughput"))
+        answers += await under_way(router, ask(profile="throughput"))
         assert counts(router, "throughput") == (0, 2)
         await finish(router, answers)
 
@@ -162,13 +156,13 @@ async def test_slots_are_kept_for_a_profile_that_goes_before(rig: Make) -> None:
     text = "[profiles.throughput]\nbatch_window_ms = 0\n[profiles.vip]\npriority = -10\nreserved_seqs = 2"
     async with rig(text) as router:
         await load(router, router.decode, running=4)  # of 8 slots
-        answers = await under_way(router, *[ask("throughput")] * 4)
+        answers = await under_way(router, *[ask(profile="throughput")] * 4)
         assert counts(router, "throughput") == (2, 2)
-        answers += await under_way(router, ask("vip"))
+        answers += await under_way(router, ask(profile="vip"))
         assert counts(router, "vip") == (0, 1)
-        answers += await under_way(router, ask("throughput"))
+        answers += await under_way(router, ask(profile="throughput"))
         assert counts(router, "throughput") == (3, 2)  # one is taken, one still kept
-        answers += await under_way(router, ask("vip"))
+        answers += await under_way(router, ask(profile="vip"))
         assert counts(router, "vip") == (0, 2)
         await load(router, router.decode, running=3)
         await eventually(lambda: counts(router, "throughput") == (2, 3))
@@ -179,10 +173,10 @@ async def test_a_profile_goes_where_the_pages_are_that_it_wants_and_holds_nobody
     async with rig(num_decode=2, prefill_layout=FP32, decode_layouts=[BF16]) as router:
         exact, coarse = router.decodes
         for _ in range(3):
-            await router.generate(ask("quality"))
+            await router.generate(ask(profile="quality"))
         assert (len(exact.works), len(coarse.works)) == (3, 0)
         await load(router, exact, running=8)
-        waiting = asyncio.create_task(router.generate(ask("quality")))
+        waiting = asyncio.create_task(router.generate(ask(profile="quality")))
         await eventually(lambda: counts(router, "quality") == (1, 0))
         await router.generate(ask(priority=1))  # behind it, for a worker that it can't use
         assert len(coarse.works) == 1
@@ -196,7 +190,7 @@ async def test_a_request_takes_nothing_that_one_before_it_waits_for(rig: Make) -
         exact, coarse = router.decodes
         await load(router, exact, running=7, pages_free=4)  # a slot, and pages for a short prompt
         await load(router, coarse, running=8)
-        long = asyncio.create_task(router.generate(ask("quality", 200)))
+        long = asyncio.create_task(router.generate(ask(profile="quality", num_prompt=200)))
         await eventually(lambda: counts(router, "quality") == (1, 0))
         short = asyncio.create_task(router.generate(ask(priority=1)))
         await eventually(lambda: counts(router, "interactive") == (1, 0))
@@ -211,10 +205,10 @@ async def test_a_profile_whose_pages_nobody_has_is_refused_by_name(rig: Make) ->
         with pytest.raises(
             FailedPreconditionError, match=r"wants pages in one of fp32, bf16, fp16; .* have int8"
         ) as no:
-            await router.generate(ask("quality"))
+            await router.generate(ask(profile="quality"))
         assert no.value.reason == "NO_PAGE_FORMAT"
         with pytest.raises(FailedPreconditionError):
-            await router.generate(ask("quality", max_tokens=1))  # its prompt's pages would be no better
+            await router.generate(ask(profile="quality", max_tokens=1))  # its prompt's pages would be no better
 
 
 async def test_an_urgent_prompt_goes_to_a_prefill_worker_full_of_others(rig: Make) -> None:
@@ -222,7 +216,7 @@ async def test_an_urgent_prompt_goes_to_a_prefill_worker_full_of_others(rig: Mak
         full = [pb.PriorityLoad(priority=100, waiting=20, queued_prompt_tokens=10_000)]
         router.prefill.snapshot.load.priorities.extend(full)
         await load(router, router.prefill, waiting=20, running=4, queued_prompt_tokens=10_000)
-        answers = await under_way(router, ask("throughput"))
+        answers = await under_way(router, ask(profile="throughput"))
         await eventually(lambda: counts(router, "throughput") == (1, 0))
         answers += await under_way(router, ask())
         assert counts(router, "interactive") == (0, 1)
@@ -234,7 +228,7 @@ async def test_an_urgent_prompt_goes_to_a_prefill_worker_full_of_others(rig: Mak
 async def test_objectives_are_counted_and_told(rig: Make) -> None:
     text = "[profiles.strict]\nttft_slo_ms = 0.001\ntoken_slo_ms = 3_600_000\n"
     async with rig(text) as router:
-        await router.generate(ask("strict"))
+        await router.generate(ask(profile="strict"))
         await router.generate(ask())
         span = next(span for span in router.log.spans if span.name == "pageferry.request")
         assert span.attributes["pageferry.slo.ttft_met"] is False

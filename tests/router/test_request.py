@@ -3,12 +3,13 @@
 import asyncio
 import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from fake_workers import Rig, Script, eventually
+from asking import ask
+from fake_workers import TOKENS, Make, Rig, Script, eventually
 from opentelemetry.trace import SpanKind
 from spans import assert_one_tree
 
@@ -26,18 +27,7 @@ from pageferry.core.errors import (
 from pageferry.v1 import decode_pb2, inference_pb2 as pb, prefill_pb2, types_pb2 as types
 
 PUSHED, LOCAL = decode_pb2.PROMPT_SOURCE_PUSHED, decode_pb2.PROMPT_SOURCE_LOCAL
-TOKENS = [*range(100, 140)]  # none special, none a stop
 EOS = 2
-
-
-def ask(num_prompt: int = 40, max_tokens: int | None = 5, **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * num_prompt), **fields)
-    if max_tokens is not None:
-        request.stop.max_tokens = max_tokens
-    return request
-
-
-Make = Callable[..., Rig]
 
 
 @pytest.fixture(params=[True, False], ids=["feed", "calls"])
@@ -54,12 +44,6 @@ async def read(stream: AsyncIterator[pb.GenerateResponse], num_tokens: int) -> N
         num_tokens -= len(event.delta.tokens)
         if num_tokens <= 0:
             return
-
-
-async def fill(router: Rig) -> None:
-    """Take all slots of the decode worker."""
-    router.decode.publish(running=8)
-    await router.until(lambda: router.fleet.workers[-1].view.load.running == 8)
 
 
 @pytest.mark.field("NVIDIA/TensorRT-LLM#5762", "sgl-project/sglang#32897")
@@ -445,7 +429,7 @@ async def test_cancel_reaches_both_workers(rig: Make) -> None:
 
 async def test_cancel_in_the_queue(rig: Make) -> None:
     async with rig() as router:
-        await fill(router)
+        await router.fill()
         reading = asyncio.create_task(router.generate(ask()))
         await eventually(lambda: router.frontend.get_status().queued == 1)
         reading.cancel()
@@ -480,7 +464,7 @@ async def test_leaving_while_a_worker_is_stuck_ends_what_was_begun_each_time(rig
 
 async def test_a_deadline_in_the_queue_means_no_work(rig: Make) -> None:
     async with rig() as router:
-        await fill(router)
+        await router.fill()
         with pytest.raises(DeadlineExceededError, match="in the router's queue"):
             await router.generate(ask(), deadline=time.monotonic() + 0.05)
         assert (router.prefill.works, router.decode.works) == ([], [])
@@ -515,7 +499,7 @@ async def test_a_live_id_is_refused_and_free_again_afterwards(rig: Make) -> None
 
 async def test_a_full_queue_refuses_with_when_to_come_again(rig: Make) -> None:
     async with rig(router=RouterConfig(max_queue=1, local_prefill_tokens=0)) as router:
-        await fill(router)
+        await router.fill()
         waiting = asyncio.create_task(router.generate(ask(request_id="waits")))
         await eventually(lambda: router.frontend.get_status().queued == 1)
         with pytest.raises(ResourceExhaustedError, match="the limit is 1") as caught:

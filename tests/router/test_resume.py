@@ -4,11 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import asking
 import pytest
 from answer import Answer
-from fake_workers import LAYOUT, FakeDecode, FakePrefill, Rig, Script, eventually
+from fake_workers import LAYOUT, TOKENS, FakeDecode, FakePrefill, Make, Rig, Script, eventually
 from spans import assert_one_tree
 
 from pageferry.core.config import RouterConfig
@@ -22,15 +24,8 @@ from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import decode_pb2, inference_pb2 as pb, types_pb2 as types
 
 PUSHED, LOCAL = decode_pb2.PROMPT_SOURCE_PUSHED, decode_pb2.PROMPT_SOURCE_LOCAL
-TOKENS = [*range(100, 140)]  # none special, none a stop
 KILLED = UnavailableError("killed")
-Make = Callable[..., Rig]
-
-
-def ask(max_tokens: int = 30, **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40), **fields)
-    request.stop.max_tokens = max_tokens
-    return request
+ask = partial(asking.ask, max_tokens=30)
 
 
 @pytest.fixture(params=[True, False], ids=["feed", "calls"])
@@ -39,13 +34,6 @@ def rig(tiny_model: Path, request: pytest.FixtureRequest) -> Make:
         return Rig(str(tiny_model), Script(tokens), **{"subscriptions": request.param, "num_decode": 2} | options)
 
     return make
-
-
-@pytest.fixture
-async def router(rig: Make) -> AsyncIterator[Rig]:
-    async with rig() as router:
-        yield router
-        await router.check_idle()
 
 
 def resumes(router: Rig, outcome: str) -> float:
@@ -88,19 +76,6 @@ def fall_silent(router: Rig, fake: FakeDecode | FakePrefill) -> None:
             router.fleet._tasks[worker] = asyncio.create_task(worker.watch(router.fleet._changed, silence_s=0.1))
 
 
-async def fill(router: Rig) -> None:
-    """Take all slots of the decode workers."""
-    for decode in router.decodes:
-        decode.publish(running=8)
-    await router.until(lambda: sum(worker.view.load.running for worker in router.fleet.workers) == 16)
-
-
-async def finish(answer: Answer, stream: AsyncIterator[pb.GenerateResponse]) -> Answer:
-    async for event in stream:
-        answer.take(event)
-    return answer
-
-
 @pytest.mark.field("ai-dynamo/dynamo#7930", "ai-dynamo/dynamo#1930", "ai-dynamo/dynamo#2310")
 @pytest.mark.parametrize("local", [False, True], ids=["pushed", "local"])
 @pytest.mark.parametrize("position", [1, 2, 10, 28])
@@ -140,7 +115,7 @@ async def test_another_worker_goes_on_where_one_died(rig: Make, position: int, l
 
 async def test_a_worker_that_dies_before_its_first_token_is_not_the_prefill_workers_fault(router: Rig) -> None:
     router.prefill.push.clear()
-    reading = asyncio.create_task(router.generate(ask(5)))
+    reading = asyncio.create_task(router.generate(ask(max_tokens=5)))
     await eventually(lambda: len(router.prefill.works) == 1)
     first = max(router.decodes, key=lambda decode: decode.num_live)
     for commit in router.tickets.values():
@@ -159,7 +134,7 @@ async def test_nor_is_it_where_the_prefill_worker_is_the_first_to_tell(
 ) -> None:
     monkeypatch.setattr(progress, "CAUSE_S", 60)
     router.prefill.compute.clear()
-    reading = asyncio.create_task(router.generate(ask(5)))
+    reading = asyncio.create_task(router.generate(ask(max_tokens=5)))
     await router.prefill.accepted.wait()
     router.prefill.failure = UnavailableError("the hand-off broke off: Socket closed", reason="STREAM_BROKEN")
     router.prefill.compute.set()
@@ -178,7 +153,7 @@ async def test_the_worker_that_says_why_a_hand_off_broke_is_believed(
 ) -> None:
     monkeypatch.setattr(progress, "CAUSE_S", 60)
     router.prefill.push_failure = UnavailableError("push ended while it was written to", reason="STREAM_BROKEN")
-    assert (await router.generate(ask(5))).token_ids == TOKENS[:5]
+    assert (await router.generate(ask(max_tokens=5))).token_ids == TOKENS[:5]
     (failed,) = [record.pageferry_fields for record in caplog.records if record.getMessage() == "prefill_failed"]
     assert failed["failure"]["reason"] == "HANDOFF_BROKEN"
 
@@ -186,7 +161,7 @@ async def test_the_worker_that_says_why_a_hand_off_broke_is_believed(
 async def test_a_process_that_is_killed_leaves_nothing_undone(router: Rig) -> None:
     first, second, answer, stream = await pause(router, ask(), 10)
     await first.server.__aexit__(None, None, None)
-    assert (await finish(answer, stream)).token_ids == TOKENS[:30]
+    assert (await answer.read(stream)).token_ids == TOKENS[:30]
     assert list(second.works[0].output_ids) == TOKENS[:10]
 
 
@@ -195,11 +170,11 @@ async def test_a_stop_string_that_was_half_there_is_found_by_the_next_worker(rig
     tokens = [4 + byte for byte in b"abcdefghij"]  # the tiny vocabulary: special tokens, then the bytes
     async with rig(tokens) as router:
         lose_at(router, 4)
-        answer = await router.generate(ask(10, stop_strings=["defg"]))
+        answer = await router.generate(ask(max_tokens=10, stop_strings=["defg"]))
         assert (answer.text, answer.reason, answer.finished.matched_stop) == ("abc", "stop", "defg")
         assert answer.token_ids == tokens[:7]
         lose_at(router, 4)
-        answer = await router.generate(ask(6, stop_strings=["deFg"]))
+        answer = await router.generate(ask(max_tokens=6, stop_strings=["deFg"]))
         assert (answer.text, answer.reason) == ("abcdef", "length")
         await router.check_idle()
 
@@ -209,7 +184,7 @@ async def test_a_request_is_resumed_as_often_as_is_set_and_then_fails(rig: Make)
         lose_at(router, 5, 10, 15)
         answer, stream = Answer(), router.stream(ask())
         with pytest.raises(UnavailableError, match="failed after 15 tokens: killed"):
-            await finish(answer, stream)
+            await answer.read(stream)
         assert answer.token_ids == TOKENS[:15]
         assert (resumes(router, "resumed"), resumes(router, "given_up")) == (2, 1)
         assert router.value("pageferry_requests_total", outcome="unavailable") == 1
@@ -242,7 +217,7 @@ async def test_where_only_the_end_was_lost_nothing_is_left_to_do(rig: Make, last
                     yield event
 
             decode._generate = without_end
-        answer = await router.generate(ask(30 if reason == "length" else 31))
+        answer = await router.generate(ask(max_tokens=30 if reason == "length" else 31))
         assert (answer.token_ids, answer.reason) == (tokens[:30], reason)
         assert sum(len(decode.works) for decode in router.decodes) == 1
         assert (resumes(router, "complete"), resumes(router, "resumed")) == (1, 0)
@@ -252,7 +227,7 @@ async def test_where_only_the_end_was_lost_nothing_is_left_to_do(rig: Make, last
 async def test_a_stop_id_before_min_tokens_is_no_end(rig: Make) -> None:
     async with rig([100, 101, 2, 102, 103, 104]) as router:
         lose_at(router, 3)
-        request = ask(6)
+        request = ask(max_tokens=6)
         request.stop.min_tokens = 5
         assert (await router.generate(request)).token_ids == [100, 101, 2, 102, 103, 104]
 
@@ -262,7 +237,7 @@ async def test_a_worker_that_falls_silent_loses_its_streams(rig: Make) -> None:
         first, _, answer, stream = await pause(router, ask(), 10)
         fall_silent(router, first)
         async with asyncio.timeout(20):
-            await finish(answer, stream)
+            await answer.read(stream)
         assert answer.token_ids == TOKENS[:30]
         first.awake.set()
         await router.check_idle()
@@ -271,19 +246,19 @@ async def test_a_worker_that_falls_silent_loses_its_streams(rig: Make) -> None:
 async def test_a_worker_whose_engine_stands_still_loses_its_streams(router: Rig) -> None:
     first, second, answer, stream = await pause(router, ask(), 10)
     first.publish(stalled=True)
-    assert (await finish(answer, stream)).token_ids == TOKENS[:30]
+    assert (await answer.read(stream)).token_ids == TOKENS[:30]
     status = {worker.address: worker for worker in router.frontend.get_status().workers}
     assert (status[first.address].state, status[first.address].reason) == ("stale", "its engine makes no progress")
-    assert (await router.generate(ask(5))).token_ids == TOKENS[:5]
+    assert (await router.generate(ask(max_tokens=5))).token_ids == TOKENS[:5]
     assert (len(first.works), len(second.works)) == (1, 2)
     second.publish(stalled=True)
     await router.until(lambda: not router.frontend.ready)
     with pytest.raises(UnavailableError, match=r"is stale \(its engine makes no progress"):
-        await router.generate(ask(5))
+        await router.generate(ask(max_tokens=5))
     first.publish(stalled=False)
     await router.until(lambda: router.frontend.ready)
     first.pause_at = {}
-    assert (await router.generate(ask(5))).token_ids == TOKENS[:5]
+    assert (await router.generate(ask(max_tokens=5))).token_ids == TOKENS[:5]
 
 
 async def test_where_no_other_has_room_the_same_worker_goes_on(router: Rig) -> None:
@@ -292,7 +267,7 @@ async def test_where_no_other_has_room_the_same_worker_goes_on(router: Rig) -> N
     await router.until(lambda: any(worker.view.load.running == 8 for worker in router.fleet.workers))
     lose_at(router, 10)
     first.pause_at[10].set()
-    assert (await finish(answer, stream)).token_ids == TOKENS[:30]
+    assert (await answer.read(stream)).token_ids == TOKENS[:30]
     assert (len(first.works), len(second.works)) == (2, 0)
 
 
@@ -300,7 +275,7 @@ async def test_a_silent_prefill_worker_loses_its_prompts(rig: Make) -> None:
     async with rig(num_prefill=2, silence_s=60) as router:
         for prefill in router.prefills:
             prefill.compute.clear()
-        reading = asyncio.create_task(router.generate(ask(5)))
+        reading = asyncio.create_task(router.generate(ask(max_tokens=5)))
         await eventually(lambda: any(prefill.works for prefill in router.prefills))
         silent, other = sorted(router.prefills, key=lambda prefill: -len(prefill.works))
         fall_silent(router, silent)
@@ -327,7 +302,7 @@ async def test_another_process_at_the_address_means_that_the_streams_are_lost(ro
     end_watch(first)
     first.restart()
     first.pause_at = {}  # it is another process, and may get the request as well as the other worker
-    assert (await finish(answer, stream)).token_ids == TOKENS[:30]
+    assert (await answer.read(stream)).token_ids == TOKENS[:30]
     await router.until(lambda: worker.view.incarnation != old)
     assert resumes(router, "resumed") == 1
 
@@ -339,7 +314,7 @@ async def test_a_watch_stream_that_breaks_costs_no_request_its_worker(router: Ri
     await router.until(lambda: not worker.is_ready)
     await router.until(lambda: worker.is_ready)
     first.pause_at[10].set()
-    assert (await finish(answer, stream)).token_ids == TOKENS[:30]
+    assert (await answer.read(stream)).token_ids == TOKENS[:30]
     assert second.works == []
 
 
@@ -355,13 +330,13 @@ async def test_what_a_lost_worker_says_late_is_not_heard(rig: Make) -> None:
         first.awake.set()
         await first.wait_idle()
         second.pause_at[20].set()
-        assert (await finish(answer, stream)).token_ids == TOKENS[:30]
+        assert (await answer.read(stream)).token_ids == TOKENS[:30]
         await router.check_idle()
 
 
 async def test_a_client_that_leaves_while_its_request_waits_to_go_on_leaves_nothing(router: Rig) -> None:
     first, second, _, stream = await pause(router, ask(), 10)
-    await fill(router)
+    await router.fill()
     first.fail_at = {10: KILLED}
     reading = asyncio.create_task(anext(stream))
     first.pause_at[10].set()
@@ -381,20 +356,20 @@ async def test_a_deadline_passes_while_a_request_waits_to_go_on(router: Rig) -> 
     stream, answer = router.stream(ask(), deadline=time.monotonic() + 1), Answer()
     while len(answer.token_ids) < 3:
         answer.take(await anext(stream))
-    await fill(router)
+    await router.fill()
     second_request.set()
     with pytest.raises(DeadlineExceededError):
-        await finish(answer, stream)
+        await answer.read(stream)
     assert answer.token_ids == TOKENS[:3]
     assert sum(len(decode.works) for decode in router.decodes) == 1
 
 
 async def test_a_router_that_drains_ends_what_waits_to_go_on(router: Rig) -> None:
     first, _, answer, stream = await pause(router, ask(), 10)
-    await fill(router)
+    await router.fill()
     first.fail_at = {10: KILLED}
     first.pause_at[10].set()
-    reading = asyncio.create_task(finish(answer, stream))
+    reading = asyncio.create_task(answer.read(stream))
     await eventually(lambda: router.frontend.get_status().queued == 1)
     assert await router.frontend.drain(grace_s=0) == 1
     with pytest.raises(UnavailableError, match="its grace of 0 s is over"):
@@ -414,9 +389,9 @@ async def test_another_model_does_not_go_on_with_an_answer(rig: Make) -> None:
         first, _, answer, stream = await pause(router, ask(), 10)
         await first.server.__aexit__(None, None, None)
         with pytest.raises(UnavailableError, match="no decode worker has the model that the answer began with"):
-            await finish(answer, stream)
+            await answer.read(stream)
         assert (answer.token_ids, second.works) == (TOKENS[:10], [])
-        assert len((await router.generate(ask(5))).token_ids) == 5  # a new answer may be the other model's
+        assert len((await router.generate(ask(max_tokens=5))).token_ids) == 5  # a new answer may be the other model's
 
 
 async def test_the_only_worker_goes_on_where_its_fault_has_passed(rig: Make) -> None:
@@ -436,7 +411,7 @@ async def test_the_only_worker_is_killed(rig: Make) -> None:
         await first.server.__aexit__(None, None, None)
         async with asyncio.timeout(5):
             with pytest.raises(UnavailableError, match=r"failed: .*; then no decode worker is ready"):
-                await finish(answer, stream)
+                await answer.read(stream)
         assert answer.token_ids == TOKENS[:10]
         await router.check_idle()
 
@@ -458,7 +433,7 @@ async def test_a_prefill_worker_that_was_started_again_is_used_again(rig: Make) 
         await router.until(lambda: router.fleet.workers[1].view.load.queued_prompt_tokens == 10)
         first.failure = second.failure = UnavailableError("out of order")
         second.compute.clear()
-        reading = asyncio.create_task(router.generate(ask(5, request_id="r")))
+        reading = asyncio.create_task(router.generate(ask(max_tokens=5, request_id="r")))
         await second.accepted.wait()
         old, first.failure = router.fleet.workers[0].view.incarnation, None
         first.restart()
@@ -476,7 +451,7 @@ async def test_a_prefill_worker_that_drains_is_left_for_free(rig: Make) -> None:
     async with rig(num_prefill=2, router=RouterConfig(prefill_retries=0, local_prefill_tokens=0)) as router:
         for prefill in router.prefills:
             prefill.refusal = UnavailableError("the server is draining", reason="DRAINING")
-        reading = asyncio.create_task(router.generate(ask(5)))
+        reading = asyncio.create_task(router.generate(ask(max_tokens=5)))
         await eventually(lambda: any(prefill.works for prefill in router.prefills))
         draining, other = sorted(router.prefills, key=lambda prefill: -len(prefill.works))
         other.refusal = None

@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import asking
 import grpc
 import pytest
 from answer import Answer
@@ -20,6 +22,7 @@ from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
 
 TOKENS = [4 + byte for byte in b"streamed text"]
+ask = partial(asking.ask, prompt="Say something.", max_tokens=len(TOKENS))
 
 
 @asynccontextmanager
@@ -33,22 +36,9 @@ async def serving(tiny_model: Path, **options: object) -> AsyncIterator[tuple[Ri
                 yield router, InferenceServiceStub(channel)
 
 
-def ask(max_tokens: int = len(TOKENS), **fields: object) -> pb.GenerateRequest:
-    request = pb.GenerateRequest(**({"prompt": "Say something."} | fields))
-    request.stop.max_tokens = max_tokens
-    return request
-
-
-async def read(call: AsyncIterator[pb.GenerateResponse]) -> Answer:
-    answer = Answer()
-    async for event in call:
-        answer.take(event)
-    return answer
-
-
 async def test_generate_streams_text(tiny_model: Path) -> None:
     async with serving(tiny_model) as (router, stub):
-        answer = await read(stub.Generate(ask()))
+        answer = await Answer().read(stub.Generate(ask()))
         assert answer.text == "streamed text"
         assert answer.started.model == "tiny"
         assert len(answer.started.trace_id) == 32
@@ -60,7 +50,7 @@ async def test_generate_streams_text(tiny_model: Path) -> None:
 async def test_errors_come_with_details(tiny_model: Path) -> None:
     async with serving(tiny_model) as (_, stub):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read(stub.Generate(ask(prompt="x" * (5 * 2**20))))
+            await Answer().read(stub.Generate(ask(prompt="x" * (5 * 2**20))))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         error = from_rpc_error(caught.value)
         assert (error.message, error.violations[0].field) == ("prompt is 5242880 bytes, the limit is 1048576", "prompt")
@@ -76,7 +66,7 @@ async def test_each_request_is_its_callers_trace_or_its_own(tiny_model: Path) ->
             for trace_id in parents
         ]
         calls.append(stub.Generate(ask(request_id="alone")))
-        answers = await asyncio.gather(*(read(call) for call in calls))
+        answers = await asyncio.gather(*(Answer().read(call) for call in calls))
         await router.check_idle()
         spans = await router.log.wait(7 * len(calls))
         for answer in answers:
@@ -93,7 +83,7 @@ async def test_each_request_is_its_callers_trace_or_its_own(tiny_model: Path) ->
 async def test_workers_are_told_the_salt_by_grpc(tiny_model: Path) -> None:
     async with serving(tiny_model) as (router, stub):
         for metadata in ((), (("authorization", "Bearer one"),), (("authorization", "Bearer two"),)):
-            await read(stub.Generate(ask(), metadata=metadata))
+            await Answer().read(stub.Generate(ask(), metadata=metadata))
         for worker in (router.prefill, router.decode):
             salts = [work.cache_salt for work in worker.works]
             assert salts[0] == ""
@@ -156,7 +146,7 @@ async def test_special_tokens_in_the_text(tiny_model: Path, skip_special: bool |
         script = Script([1, 4 + ord("a"), 4 + ord("b"), 2])
         router.prefill.script = router.decode.script = script
         fields = {} if skip_special is None else {"skip_special_tokens": skip_special}
-        answer = await read(stub.Generate(ask(**fields)))
+        answer = await Answer().read(stub.Generate(ask(**fields)))
         assert answer.text == text
         assert answer.finished.reason == types.FINISH_REASON_STOP
 
@@ -177,7 +167,7 @@ async def test_tokenize_models_and_status(tiny_model: Path) -> None:
 async def test_a_compressed_request_is_read(tiny_model: Path) -> None:
     async with serving(tiny_model) as (router, stub):
         text = "Say something. " * 100
-        answer = await read(stub.Generate(ask(prompt=text), compression=grpc.Compression.Gzip))
+        answer = await Answer().read(stub.Generate(ask(prompt=text), compression=grpc.Compression.Gzip))
         assert answer.text == "streamed text"
         assert len(router.prefill.works[0].prompt_ids) == len(router.tokenizer.encode(text))
 
@@ -186,7 +176,7 @@ async def test_a_compressed_request_is_read(tiny_model: Path) -> None:
 async def test_a_request_that_is_small_only_while_compressed_is_refused_by_its_size(tiny_model: Path) -> None:
     async with serving(tiny_model) as (router, stub):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read(stub.Generate(ask(prompt="a" * 17 * 2**20), compression=grpc.Compression.Gzip))
+            await Answer().read(stub.Generate(ask(prompt="a" * 17 * 2**20), compression=grpc.Compression.Gzip))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert router.prefill.works == []
 
@@ -195,7 +185,7 @@ async def test_a_request_that_is_small_only_while_compressed_is_refused_by_its_s
 async def test_a_thousand_calls_at_a_queue_of_a_hundred(tiny_model: Path) -> None:
     async def refused(call: AsyncIterator[pb.GenerateResponse]) -> bool:
         try:
-            await read(call)
+            await Answer().read(call)
         except grpc.aio.AioRpcError as error:
             known = from_rpc_error(error)
             assert (known.code, known.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")

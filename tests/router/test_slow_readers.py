@@ -6,8 +6,10 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import asking
 import gateway
 import grpc
 import httpx
@@ -19,13 +21,14 @@ from pageferry.core.config import RouterConfig, ServerConfig
 from pageferry.router.service import InferenceServicer
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.server import GrpcServer
-from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
+from pageferry.v1 import types_pb2 as types
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub, add_InferenceServiceServicer_to_server
 
 NUM_TOKENS = 1500
 TOKENS = [100 + index % 100 for index in range(NUM_TOKENS)]
 # So that little fits into the buffers of the connections between.
 NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
+ask = partial(asking.ask, max_tokens=NUM_TOKENS)
 
 
 @dataclass
@@ -51,19 +54,6 @@ async def serving(tiny_model: Path, max_unread_tokens: int, num_logprobs: int = 
             yield router, f"127.0.0.1:{await server.start()}"
 
 
-def ask() -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40))
-    request.stop.max_tokens = NUM_TOKENS
-    return request
-
-
-async def rest(call: AsyncIterator[pb.GenerateResponse]) -> Answer:
-    answer = Answer()
-    async for event in call:
-        answer.take(event)
-    return answer
-
-
 @pytest.mark.field("grpc/grpc#37715", "grpc/grpc#11966")
 async def test_one_that_stops_reading_loses_its_own_request_at_the_limit(tiny_model: Path) -> None:
     async with serving(tiny_model, max_unread_tokens=500) as (router, address):
@@ -77,7 +67,7 @@ async def test_one_that_stops_reading_loses_its_own_request_at_the_limit(tiny_mo
             gate.set()
             await router.decode.wait_idle()  # its slot and pages are free, although nobody reads
             async with grpc.aio.insecure_channel(address) as other:
-                assert len((await rest(InferenceServiceStub(other).Generate(ask()))).token_ids) == NUM_TOKENS
+                assert len((await Answer().read(InferenceServiceStub(other).Generate(ask()))).token_ids) == NUM_TOKENS
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 while (event := await stopped.read()) is not grpc.aio.EOF:
                     answer.take(event)

@@ -5,19 +5,17 @@ from pathlib import Path
 
 import fake_frontend as fake
 import fake_inference
-import httpx
 import pytest
 from fake_frontend import FakeFrontend
 from fake_workers import LAYOUT, Rig, Script
+from gateway import client_of
 from hand_clock import HandClock
-from prometheus_client import CollectorRegistry
 
 from pageferry.client import Client, SyncClient
 from pageferry.core.config import Config, RouterConfig
 from pageferry.core.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
 from pageferry.core.prefix import page_hashes
 from pageferry.core.tenants import key_digest
-from pageferry.router.gateway.http import build_app
 from pageferry.router.tenant import Callers, Salts
 from pageferry.router.watched_file import CHECK_S
 from pageferry.v1 import inference_pb2 as pb
@@ -48,8 +46,7 @@ def test_the_key_is_not_shown() -> None:
 
 async def test_http_passes_the_header_on_and_takes_no_salt_from_a_body() -> None:
     frontend = FakeFrontend()
-    transport = httpx.ASGITransport(build_app(frontend, CollectorRegistry()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://pageferry") as client:
+    async with client_of(frontend) as client:
         for headers in ({}, {"authorization": "Bearer one"}):
             await client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         refused = await client.post("/v1/completions", json={"prompt": "a", "cache_salt": "one"})

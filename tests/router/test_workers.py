@@ -1,13 +1,14 @@
 """The fleet: workers that come, go, start over, fall silent, or do not fit."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
+import asking
 import grpc
 import pytest
-from fake_workers import LAYOUT, FakeWorker, Rig, Script, eventually
+from fake_workers import LAYOUT, FakeWorker, Make, Rig, eventually
 
 from pageferry.core.errors import InternalError, InvalidArgumentError, PageferryError, UnavailableError
 from pageferry.core.formats import PageFormat
@@ -19,18 +20,7 @@ from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1 import inference_pb2 as pb, worker_pb2
 from pageferry.v1.worker_pb2 import WatchResponse
 
-Make = Callable[..., Rig]
-
-
-@pytest.fixture
-def rig(tiny_model: Path) -> Make:
-    return lambda **options: Rig(str(tiny_model), Script(range(100, 140)), **options)
-
-
-def ask() -> pb.GenerateRequest:
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[200] * 40))
-    request.stop.max_tokens = 3
-    return request
+ask = partial(asking.ask, max_tokens=3)
 
 
 def inject(fake: FakeWorker, **changes: object) -> None:

@@ -1,6 +1,8 @@
 """What one Generate stream gave, checked as it comes."""
 
+from collections.abc import AsyncIterable
 from dataclasses import dataclass, field
+from typing import Self
 
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FinishReason, Logprobs, Usage
@@ -29,6 +31,12 @@ class Answer:
     finished: pb.Finished | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
     prompt_logprobs: list[Logprobs] | None = None
+
+    async def read(self, events: AsyncIterable[pb.GenerateResponse]) -> Self:
+        """Take what comes until the stream ends, which may be by an error."""
+        async for event in events:
+            self.take(event)
+        return self
 
     def take(self, response: pb.GenerateResponse) -> None:
         assert self.finished is None, "an event after the terminal one"

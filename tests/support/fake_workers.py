@@ -26,6 +26,7 @@ from pageferry.core.model_files import load_config_of, resolve_model
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend
 from pageferry.router.metrics import RouterMetrics
+from pageferry.router.states import num_free_slots
 from pageferry.router.telemetry import Telemetry
 from pageferry.router.workers import Role
 from pageferry.runtime.channels import open_channel
@@ -42,6 +43,7 @@ LAYOUT = CacheLayout(
     "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)
 )
 MODEL = "tiny"
+TOKENS = [*range(100, 140)]  # none special, none a stop
 PAGE_BYTES = 1000  # as the fakes report it
 
 
@@ -430,11 +432,8 @@ class Rig:
 
     async def generate(self, request: pb.GenerateRequest, **options: Any) -> "Answer":
         """Read one generation to its end."""
-        answer = Answer()
         async with aclosing(self.stream(request, **options)) as events:
-            async for event in events:
-                answer.take(event)
-        return answer
+            return await Answer().read(events)
 
     def stream(
         self,
@@ -445,6 +444,12 @@ class Rig:
         authorization: Sequence[str] = (),
     ) -> Any:
         return self.frontend.generate(request, deadline=deadline, parent=parent, authorization=authorization)
+
+    async def fill(self) -> None:
+        """Take all slots of the decode workers."""
+        for decode in self.decodes:
+            decode.publish(running=decode.snapshot.max_num_seqs)
+        await self.until(lambda: not any(map(num_free_slots, self.fleet.of(Role.DECODE))))
 
     def value(self, name: str, **labels: str) -> float:
         """A metric of the router's."""
@@ -459,6 +464,9 @@ class Rig:
         for worker in self.fleet.workers:
             assert not worker.view.uncounted
             assert worker.feed.num_calls == 0
+
+
+Make = Callable[..., Rig]
 
 
 async def eventually(condition: Callable[[], bool]) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import grpc
-import httpx
 from fake_workers import Rig, Script
+from gateway import client_of
 from tiny_model import EOS_ID, SPECIAL_TOKENS, byte_characters, tokenizer_json
 
 from pageferry.core.config import ServerConfig
@@ -18,7 +18,6 @@ from pageferry.oip.open_inference_pb2_grpc import (
     GRPCInferenceServiceStub,
     add_GRPCInferenceServiceServicer_to_server,
 )
-from pageferry.router.gateway.http import build_app
 from pageferry.router.oip import OpenInferenceServicer
 from pageferry.router.service import InferenceServicer
 from pageferry.runtime.server import GrpcServer
@@ -121,8 +120,7 @@ class Replay:
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}")
         await self._stack.enter_async_context(channel)
         self.stub, self.oip = InferenceServiceStub(channel), GRPCInferenceServiceStub(channel)
-        app = build_app(router.frontend, router.metrics.registry, max_body_bytes=16 * 2**20)
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pageferry")
+        http = client_of(router.frontend, router.metrics.registry, max_body_bytes=16 * 2**20)
         self.http = await self._stack.enter_async_context(http)
         return self
 

@@ -5,13 +5,11 @@ import json
 from typing import Any
 
 import fake_frontend as fake
-import httpx
 import pytest
 from fake_frontend import FakeFrontend, Script
-from prometheus_client import CollectorRegistry
+from gateway import client_of
 
 from pageferry.core.errors import UnavailableError
-from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.runs import MAX_SIDE_BY_SIDE
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
 
@@ -28,11 +26,6 @@ TWO = (
     fake.choice_finished(0, matched_stop="END"),
     fake.finished(matched_stop="END"),
 )
-
-
-def client_of(frontend: FakeFrontend) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(build_app(frontend, CollectorRegistry()))
-    return httpx.AsyncClient(transport=transport, base_url="http://pageferry")
 
 
 async def ask(script: Script, path: str = "completions", **fields: Any) -> Any:

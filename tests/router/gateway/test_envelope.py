@@ -4,25 +4,17 @@ import asyncio
 import time
 
 import fake_frontend as fake
-import httpx
 import pytest
 from fake_frontend import FakeFrontend
-from gateway import serving
-from prometheus_client import CollectorRegistry
+from gateway import client_of, serving
 
 from pageferry import __version__
 from pageferry.core.config import ServerConfig
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.router.gateway import protocol
-from pageferry.router.gateway.http import build_app
 
 BODY = {"prompt": "a"}
 ORIGIN = "https://app.example.org"
-
-
-def client_of(frontend: FakeFrontend, **options: object) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(build_app(frontend, CollectorRegistry(), **options), raise_app_exceptions=False)  # type: ignore[arg-type]
-    return httpx.AsyncClient(transport=transport, base_url="http://pageferry")
 
 
 @pytest.mark.parametrize("given", [None, "mine-1"])
@@ -31,7 +23,7 @@ async def test_every_answer_has_a_request_id(given: str | None) -> None:
     ids = []
     for error in (None, UnavailableError("no"), RuntimeError("bug")):
         frontend = FakeFrontend(fake.HELLO if error is None else (error,))
-        async with client_of(frontend) as client:
+        async with client_of(frontend, raise_bugs=False) as client:
             response = await client.post("/v1/completions", json=BODY, headers=headers)
             ids.append(response.headers["x-request-id"])
             assert frontend.requests[0].request_id == ids[-1]

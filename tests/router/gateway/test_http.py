@@ -9,7 +9,7 @@ import fake_frontend as fake
 import httpx
 import pytest
 from fake_frontend import FakeFrontend
-from gateway import serving
+from gateway import client_of, serving
 from opentelemetry import trace
 from prometheus_client import CollectorRegistry, Counter
 
@@ -29,11 +29,6 @@ from pageferry.router.gateway.serving import serve_http
 from pageferry.v1 import types_pb2 as types
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-
-
-def client_of(frontend: FakeFrontend, **options: int) -> httpx.AsyncClient:
-    app = build_app(frontend, CollectorRegistry(), **options)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pageferry")
 
 
 def events_of(body: str) -> list[str]:
@@ -276,8 +271,7 @@ async def test_models_health_and_metrics() -> None:
     frontend = FakeFrontend()
     registry = CollectorRegistry()
     Counter("pageferry_things", "Things.", registry=registry).inc()
-    app = build_app(frontend, registry)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+    async with client_of(frontend, registry) as client:
         models = (await client.get("/v1/models")).json()
         assert [model["id"] for model in models["data"]] == ["tiny"]
         assert (await client.get("/v1/models/tiny")).json()["max_model_len"] == 256
@@ -345,9 +339,7 @@ async def test_a_bug_in_a_stream_is_an_event_without_its_text_and_is_logged(capl
 
 
 async def test_a_bug_is_a_500_without_its_text_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    app = build_app(FakeFrontend((RuntimeError("secret prompt"),)), CollectorRegistry())
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+    async with client_of(FakeFrontend((RuntimeError("secret prompt"),)), raise_bugs=False) as client:
         response = await client.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 500 and "secret" not in response.text
     assert response.json()["error"]["type"] == "server_error"

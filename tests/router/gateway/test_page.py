@@ -12,12 +12,12 @@ import httpx
 import pytest
 from fake_trace import TRACE_ID, example
 from fake_workers import Rig, Script
+from gateway import client_of
 
 from pageferry.core.config import Config, SecurityConfig
 from pageferry.core.errors import NotFoundError
 from pageferry.core.tenants import key_digest
 from pageferry.router.gateway import page as page_module, page_json
-from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.page import Page, page_headers
 from pageferry.v1 import inference_pb2 as pb
 
@@ -30,8 +30,7 @@ PATHS = ("status", "requests", "traces/x")
 async def opened(tiny_model: Path, **options: Any) -> AsyncIterator[tuple[Rig, httpx.AsyncClient]]:
     async with Rig(str(tiny_model), Script([4 + byte for byte in b"streamed text"]), **options) as rig:
         page = Page(rig.frontend, rig.telemetry.record, "tiny", keeps_traces=False)
-        app = build_app(rig.frontend, rig.metrics.registry, page=page)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pageferry") as http:
+        async with client_of(rig.frontend, rig.metrics.registry, page=page) as http:
             yield rig, http
 
 
@@ -99,11 +98,9 @@ def test_a_page_with_two_scripts_is_a_mistake_of_ours() -> None:
 
 
 async def test_a_router_without_a_page_has_none_of_it(tiny_model: Path) -> None:
-    async with opened(tiny_model) as (rig, _):
-        app = build_app(rig.frontend, rig.metrics.registry)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pageferry") as http:
-            for path in ("/", *(f"/pageferry/v1/{path}" for path in PATHS)):
-                assert (await http.get(path)).status_code == 404
+    async with opened(tiny_model) as (rig, _), client_of(rig.frontend, rig.metrics.registry) as http:
+        for path in ("/", *(f"/pageferry/v1/{path}" for path in PATHS)):
+            assert (await http.get(path)).status_code == 404
 
 
 async def test_status_tells_of_workers_and_of_what_was_handed_over(tiny_model: Path) -> None:
@@ -247,8 +244,8 @@ async def test_a_trace_is_told_as_its_spans(tiny_model: Path) -> None:
         missing = await http.get("/pageferry/v1/traces/x")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "no_trace_store")
         page = Page(KeepsOne(), rig.telemetry.record, "tiny", keeps_traces=True)
-        app = build_app(rig.frontend, rig.metrics.registry, page=page)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://pageferry") as http:
+        app = client_of(rig.frontend, rig.metrics.registry, page=page)
+    async with app as http:
         by_id = await get(http, f"traces/{TRACE_ID.hex()}")
         assert by_id == await get(http, "traces/a%2Fb")
         assert (by_id["trace_id"], by_id["is_whole"]) == (TRACE_ID.hex(), True)

@@ -7,12 +7,10 @@ import fake_frontend as fake
 import httpx
 import pytest
 from fake_frontend import FakeFrontend, Script
-from gateway import serving
-from prometheus_client import CollectorRegistry
+from gateway import client_of, serving
 
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.router.gateway.fields import Reading
-from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.responses_request import parse_responses
 from pageferry.v1 import types_pb2 as types
 
@@ -21,8 +19,7 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call
 
 
 async def ask(script: Script = fake.HELLO, **fields: Any) -> Any:
-    transport = httpx.ASGITransport(build_app(FakeFrontend(script), CollectorRegistry()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://pageferry") as client:
+    async with client_of(FakeFrontend(script)) as client:
         response = await client.post("/v1/responses", json={"input": "hi"} | fields)
     assert response.status_code == 200, response.text
     if not fields.get("stream"):
