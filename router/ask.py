@@ -9,7 +9,7 @@ from pageferry.router.policy import Route
 from pageferry.router.profiles import DEFAULT, Chosen
 from pageferry.router.queue import Queued
 from pageferry.router.view import Dispatched
-from pageferry.router.workers import Worker
+from pageferry.router.workers import Role, Worker
 
 
 @dataclass(slots=True, eq=False)
@@ -28,10 +28,13 @@ class Grant:
     prefill_work: Dispatched | None = None
     decode_work: Dispatched | None = None
     lane: "set[Grant] | None" = None  # those of its profile that are under way
+    workers: dict[Role, Worker] = field(init=False)  # those that are not None
     _counted: list[Worker] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._counted = [worker for worker in (self.prefill, self.decode) if worker is not None]
+        pair = ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode))
+        self.workers = {role: worker for role, worker in pair if worker is not None}
+        self._counted = [*self.workers.values()]
         for worker in self._counted:
             worker.num_granted += 1
 

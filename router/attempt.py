@@ -4,9 +4,11 @@ Tokens come from the prefill worker (the first) and the decode worker (the same 
 is over, is over at both workers: closing the stream of tokens ends both calls.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+
+from opentelemetry.trace import Span, use_span
 
 from pageferry.core.errors import InternalError, PageferryError, ResourceExhaustedError
 from pageferry.router.ask import Grant
@@ -15,6 +17,7 @@ from pageferry.router.merged_calls import Item, MergedCalls
 from pageferry.router.policy import Source
 from pageferry.router.progress import Progress
 from pageferry.router.request_span import Timeline, TryTimes
+from pageferry.router.serving import Serving
 from pageferry.router.workers import Role, Worker
 from pageferry.v1 import decode_pb2, prefill_pb2, types_pb2 as types
 
@@ -29,26 +32,21 @@ class Attempt:
 
     def __init__(
         self,
+        serving: Serving,
         grant: Grant,
         work: types.WorkItem,
         timeline: Timeline,
+        span: Span,
         *,
-        clock: Callable[[], float],
         timeout_s: float | None,
         max_unread_tokens: int,
-        in_context: Callable[[], AbstractContextManager[object]],
-        transferred: Callable[[str, str, int, int], None],
     ) -> None:
-        """Calls are made inside `in_context()`, so that their spans have the right parent.
-
-        `transferred` is told of a complete hand-off: from whom, to whom, how many pages and bytes.
-        """
+        """`span` is the parent of the calls' spans."""
         self.finish: types.FinishReason = types.FINISH_REASON_UNSPECIFIED
         self.hypotheses: Sequence[types.Hypothesis] = ()  # of a beam search, which gives no tokens before
         self.prompt_logprobs: types.PromptLogprobs | None = None  # with the first token, where asked for
         self._grant = grant
-        workers = ((Role.PREFILL, grant.prefill), (Role.DECODE, grant.decode))
-        self._workers = {role: worker for role, worker in workers if worker is not None}
+        self._workers = grant.workers
         self._source = grant.route.source
         self._progress = Progress(self._source, self._workers)
         self._work = work
@@ -58,12 +56,12 @@ class Attempt:
         self._times = TryTimes(timeline)
         self._timeout_s = timeout_s
         self._max_unread_tokens = max_unread_tokens
-        self._in_context = in_context
-        self._transferred = transferred
+        self._span = span
+        self._record = serving.telemetry.record
         self._calls: MergedCalls[Role] = MergedCalls()
         self._awaited: set[Role] = set()  # calls that should still end by themselves, once `finish` is set
-        self._clock = clock
-        self._began = clock()
+        self._clock = serving.clock
+        self._began = self._clock()
         self._fed: FedCall | None = None  # the decode call, where its worker's feed is live
         self._early: list[types.GeneratedToken] = []  # that wait for the first token, which tells of the prompt
 
@@ -100,11 +98,6 @@ class Attempt:
         """Whether the decode worker has drawn a token of its own: the prompt's pages can be found there by then."""
         return self._progress.num_decoded > (self._source is Source.PUSHED)
 
-    @property
-    def decode_address(self) -> str:
-        """Of the decode worker; empty without one."""
-        return self._grant.decode_address
-
     def end(self, error: PageferryError) -> None:
         """Make `tokens` raise the error instead of the next message."""
         self._calls.interrupt(error)
@@ -116,7 +109,7 @@ class Attempt:
         if self._fed is not None:
             request.subscription, request.call = self._fed.subscription, self._fed.number
         self._progress.open.add(Role.DECODE)
-        with self._in_context():
+        with _under(self._span):
             call = self._decode.decode.Decode(request, timeout=self._timeout_s)
         self._calls.add(Role.DECODE, call, self._fed.own_messages(call) if self._fed is not None else None)
 
@@ -130,7 +123,7 @@ class Attempt:
     def _call_prefill(self, target: prefill_pb2.HandoffTarget | None) -> None:
         request = prefill_pb2.PrefillRequest(work=self._work, target=target)
         self._progress.open.add(Role.PREFILL)
-        with self._in_context():
+        with _under(self._span):
             self._calls.add(Role.PREFILL, self._prefill.prefill.Prefill(request, timeout=self._timeout_s))
 
     @property
@@ -163,7 +156,7 @@ class Attempt:
                 self._progress.is_shipped = True
                 shipped = item.message.shipped
                 self._times.shipped(shipped)
-                self._transferred(self._prefill.address, self._decode.address, shipped.pages, shipped.bytes)
+                self._record.transferred(self._prefill.address, self._decode.address, shipped.pages, shipped.bytes)
         return ()
 
     def _on_feed(self, events: decode_pb2.CallEvents) -> Tokens:
@@ -235,3 +228,8 @@ class Attempt:
             self._awaited.clear()
         elif self._progress.failure is not None:
             raise self._progress.prefill_failed(self._progress.failure)
+
+
+def _under(span: Span) -> AbstractContextManager[Span]:
+    """What begins inside is its child; how that goes is nothing that it tells of."""
+    return use_span(span, end_on_exit=False, record_exception=False, set_status_on_exception=False)

@@ -5,10 +5,10 @@ some where a profile wants page formats, or a request is large; one that waits f
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Collection
 
+from pageferry.core.config import Config
 from pageferry.core.errors import DeadlineExceededError, InternalError, PageferryError
 from pageferry.router.able import AbleWorkers
 from pageferry.router.ask import Ask, Grant
@@ -28,22 +28,14 @@ from pageferry.v1.inference_pb2 import ProfileStatus
 class Dispatcher:
     """Owns the queue. It looks at the queue again after each change, and never otherwise."""
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        settings: Settings,
-        *,
-        max_queue: int,
-        ageing_tokens_per_s: float = 0.0,
-        profiles: Profiles | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, fleet: Fleet, profiles: Profiles, config: Config, clock: Callable[[], float]) -> None:
+        router, scheduler = config.router, config.scheduler
         self._fleet = fleet
-        self._ageing = ageing_tokens_per_s
-        self._settings = settings
-        self._queue: RequestQueue[Ask] = RequestQueue(max_queue)
+        self._ageing = scheduler.ageing_tokens_per_s
+        self._settings = Settings(router.local_prefill_tokens, scheduler.headroom_pages, router.local_advantage)
+        self._queue: RequestQueue[Ask] = RequestQueue(router.max_queue)
         self._clock = clock
-        self._profiles = profiles or Profiles()
+        self._profiles = profiles
         self._able = AbleWorkers(fleet)
         self._lanes = Lanes(self._profiles, self.pump)
         fleet.listeners.append(self.pump)

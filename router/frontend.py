@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from types import MappingProxyType
 
 from opentelemetry.context import Context
@@ -27,16 +28,9 @@ from pageferry.router.fleet import Fleet
 from pageferry.router.live import LiveRequests
 from pageferry.router.pick_metrics import PickMetrics
 from pageferry.router.picks import Picks
-from pageferry.router.policy import Settings
 from pageferry.router.profiles import Profiles
-from pageferry.router.recovery import Retries
-from pageferry.router.request import Serving
-from pageferry.router.request_span import (
-    Timeline,
-    attributes_at_start,
-    describe_request,
-    started_of,
-)
+from pageferry.router.request_span import Timeline, attributes_at_start, describe_request, started_of
+from pageferry.router.serving import Serving
 from pageferry.router.states import limits_of
 from pageferry.router.telemetry import Telemetry
 from pageferry.router.tenant import Caller, Callers
@@ -64,48 +58,32 @@ class Frontend:
     ) -> None:
         """`sampling_defaults` are the model's own for what a request leaves out."""
         self.clock = clock  # seconds; deadlines are times of it
-        self._config = config
         self._fleet = fleet
         self._telemetry = telemetry
         self._model = model
         self._tokenizer = tokenizer
-        self._own_limit = min(model.max_positions, config.engine.max_model_tokens or model.max_positions)
-        router, scheduler = config.router, config.scheduler
-        settings = Settings(router.local_prefill_tokens, scheduler.headroom_pages, router.local_advantage)
-        self._profiles = Profiles(router.profiles_file, telemetry.metrics, clock)
-        self._dispatcher = Dispatcher(
-            fleet,
-            settings,
-            max_queue=router.max_queue,
-            ageing_tokens_per_s=scheduler.ageing_tokens_per_s,
-            profiles=self._profiles,
-            clock=clock,
-        )
+        own_limit = min(model.max_positions, config.engine.max_model_tokens or model.max_positions)
+        self._limits = partial(limits_of, fleet, own_limit)
+        profiles = Profiles(config.router.profiles_file, telemetry.metrics, clock)
+        self._dispatcher = Dispatcher(fleet, profiles, config, clock)
         telemetry.metrics.follow(lambda: fleet.workers, self._dispatcher.profile_status)
-        self._serving = Serving(
-            fleet,
-            self._dispatcher,
-            telemetry,
-            clock,
-            Retries(router.prefill_retries, router.resumes),
-            router.max_unread_tokens,
-        )
-        self._callers = Callers(config.security.tenants_file, router.salt_key, clock)
+        self._serving = Serving(fleet, self._dispatcher, telemetry, clock, config.router)
+        self._callers = Callers(config.security.tenants_file, config.router.salt_key, clock)
         self._admission = Admission(
             model.name,
             tokenizer,
             vocab_size=model.vocab_size,
-            config=router,
-            limits=lambda: limits_of(fleet, self._own_limit),
+            config=config.router,
+            limits=self._limits,
             defaults=sampling_defaults or {},
-            profiles=self._profiles,
+            profiles=profiles,
             clock=clock,
         )
         self._live = LiveRequests()
 
     def picks(self) -> Picks:
         """The choice of workers alone, for gateways; made once."""
-        router, telemetry = self._config.router, self._telemetry
+        router, telemetry = self._serving.config, self._telemetry
         return Picks(
             router.picker_port,
             router.picker_wait_s,
@@ -229,7 +207,7 @@ class Frontend:
         self.check_caller(authorization)
         model = pb.Model(
             name=self._model.name,
-            max_model_tokens=limits_of(self._fleet, self._own_limit).max_model_tokens,
+            max_model_tokens=self._limits().max_model_tokens,
             vocab_size=self._model.vocab_size,
             ready=self.ready,
         )

@@ -1,7 +1,5 @@
 """What follows when a worker fails a request: on which worker it goes on, how often, and what its client is told."""
 
-from dataclasses import dataclass
-
 from opentelemetry.trace import Span
 
 from pageferry.core.errors import PageferryError, UnavailableError
@@ -12,8 +10,7 @@ from pageferry.router.failures import (
     WorkerFailedError,
     means_draining,
 )
-from pageferry.router.fleet import Fleet
-from pageferry.router.metrics import RouterMetrics
+from pageferry.router.serving import Serving
 from pageferry.router.workers import Role
 from pageferry.runtime.logs import log
 
@@ -21,22 +18,14 @@ from pageferry.runtime.logs import log
 _MAX_UNREACHED = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Retries:
-    """How often a request may go on elsewhere."""
-
-    prefill: int  # on another prefill worker
-    resumes: int  # on another decode worker
-
-
 class Recovery:
     """One request's. `refused` and `failed` prepare its Ask for the next try, or raise what ends the request."""
 
-    def __init__(self, fleet: Fleet, metrics: RouterMetrics, retries: Retries, request_id: str, span: Span) -> None:
+    def __init__(self, serving: Serving, request_id: str, span: Span) -> None:
         self.local_only = False  # no prefill worker can help any more
-        self._fleet = fleet
-        self._metrics = metrics
-        self._retries = retries
+        self._fleet = serving.fleet
+        self._metrics = serving.telemetry.metrics
+        self._config = serving.config
         self._request_id = request_id
         self._span = span
         self._failure: WorkerFailedError | None = None  # the last one
@@ -72,7 +61,7 @@ class Recovery:
     def _retry(self, failure: WorkerFailedError, ask: Ask) -> None:
         """Another prefill worker, as often as is allowed, else the decode worker alone."""
         others = [worker for worker in self._fleet.ready(Role.PREFILL) if ask.may_use(worker)]
-        if others and (failure.is_drained or self._num_retries < self._retries.prefill):
+        if others and (failure.is_drained or self._num_retries < self._config.prefill_retries):
             self._num_retries += not failure.is_drained
             step = "other_prefill"
         else:
@@ -85,7 +74,7 @@ class Recovery:
         """Another decode worker, as often as is allowed."""
         self._num_resumes += not loss.is_drained
         outcome = "moved" if loss.is_drained else "resumed"
-        if self._num_resumes > self._retries.resumes:
+        if self._num_resumes > self._config.resumes:
             outcome = "given_up"
         self._metrics.count_resume(outcome)
         self._tell("decode_lost", loss, outcome=outcome, tokens=num_tokens)

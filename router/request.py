@@ -1,12 +1,11 @@
 """The life of one answer to an admitted request: queue, workers, retries, text."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence as ListLike
-from contextlib import AbstractContextManager, aclosing, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterator, Sequence as ListLike
+from contextlib import aclosing, contextmanager
 
 from opentelemetry.context import Context
-from opentelemetry.trace import get_current_span, use_span
+from opentelemetry.trace import get_current_span
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
 from pageferry.core.sequence import Sequence, WorkItem
@@ -14,30 +13,17 @@ from pageferry.router.admission import Admitted
 from pageferry.router.ask import Ask, Grant
 from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.candidates import Demand
-from pageferry.router.dispatch import Dispatcher
 from pageferry.router.failures import RefusedError, WorkerFailedError
-from pageferry.router.fleet import Fleet
-from pageferry.router.recovery import Recovery, Retries
+from pageferry.router.recovery import Recovery
 from pageferry.router.request_span import Timeline
-from pageferry.router.telemetry import PastSpans, Telemetry
+from pageferry.router.serving import Serving
+from pageferry.router.telemetry import PastSpans
 from pageferry.router.work import ask_of, demand_of, work_of
 from pageferry.runtime.convert import finish_to_proto
 from pageferry.runtime.convert_work import work_to_proto
 from pageferry.text.detokenize import TextStream
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Hypothesis
-
-
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """What all requests share."""
-
-    fleet: Fleet
-    dispatcher: Dispatcher
-    telemetry: Telemetry
-    clock: Callable[[], float]
-    retries: Retries
-    max_unread_tokens: int
 
 
 class Generation:
@@ -68,8 +54,7 @@ class Generation:
         self._telemetry = serving.telemetry
         self._spans = PastSpans(serving.telemetry.tracer, context, timeline)
         self._output_ids: list[int] = []
-        metrics, retries = serving.telemetry.metrics, serving.retries
-        self._recovery = Recovery(serving.fleet, metrics, retries, admitted.request_id, self._span)
+        self._recovery = Recovery(serving, admitted.request_id, self._span)
         self._error: PageferryError | None = None  # that was given to `end`
         self._ask: Ask | None = None
         self._near = ""
@@ -146,14 +131,15 @@ class Generation:
     async def _tokens(self, ask: Ask) -> AsyncGenerator[Tokens, None]:
         """New tokens in order, each once, over as many tries as it takes and is allowed."""
         while True:
-            attempt = self._current = self._attempt(await self._granted(ask), ask.deadline)
+            grant = await self._granted(ask)
+            attempt = self._current = self._attempt(grant, ask.deadline)
             if self._error is not None:  # it came after the grant
                 attempt.end(self._error)
             try:
                 async with aclosing(attempt.tokens()) as batches:
                     async for batch in batches:
                         if not self.stored.is_set() and attempt.has_decoded:
-                            self.decode = attempt.decode_address
+                            self.decode = grant.decode_address
                             self.stored.set()
                         fresh = self._fresh(batch)
                         if fresh:
@@ -210,20 +196,15 @@ class Generation:
     def _attempt(self, grant: Grant, deadline: float | None) -> Attempt:
         self.timeline.num_tries += 1
         self.timeline.workers = (grant.prefill_address, grant.decode_address)
-        timeout_s = None if deadline is None else max(0.0, deadline - self._clock())
         return Attempt(
+            self._serving,
             grant,
             work_to_proto(self._work()),
             self.timeline,
-            clock=self._clock,
-            timeout_s=timeout_s,
-            transferred=self._telemetry.record.transferred,
-            max_unread_tokens=max(1, self._serving.max_unread_tokens // self._admitted.num_choices),
-            in_context=self._in_context,
+            self._span,
+            timeout_s=None if deadline is None else max(0.0, deadline - self._clock()),
+            max_unread_tokens=max(1, self._serving.config.max_unread_tokens // self._admitted.num_choices),
         )
-
-    def _in_context(self) -> AbstractContextManager[object]:
-        return use_span(self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False)
 
     def _fresh(self, batch: Tokens) -> Tokens:
         """The batch without tokens that have come before."""
