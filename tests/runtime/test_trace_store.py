@@ -10,12 +10,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
-from opentelemetry.trace import NoOpTracer, set_span_in_context
+from opentelemetry.trace import NoOpTracer, Tracer, set_span_in_context
 
 from pageferry.core.config import ServerConfig, TelemetryConfig
 from pageferry.core.errors import NotFoundError
-from pageferry.runtime import trace_store
+from pageferry.runtime import kept_trace, trace_store
 from pageferry.runtime.channels import open_channel
+from pageferry.runtime.rpc_spans import extract_context
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.telemetry import configure_tracing
 from pageferry.runtime.trace_store import TraceReceiver, TraceStore
@@ -38,8 +39,10 @@ def a_span(trace_id: bytes, name: str, request_id: str = "") -> Span:
 
 def names(traces_data: bytes) -> list[tuple[str, str]]:
     return [
-        (resource.resource.attributes[0].value.string_value, span.name)
+        (attribute.value.string_value, span.name)
         for resource in TracesData.FromString(traces_data).resource_spans
+        for attribute in resource.resource.attributes
+        if attribute.key == "service.name"
         for scope in resource.scope_spans
         for span in scope.spans
     ]
@@ -49,18 +52,31 @@ def trace_id(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
+def tracer_of(store: TraceStore) -> Tracer:
+    """For spans of the store's own process, the router."""
+    return configure_tracing("router", TelemetryConfig(), local=store).tracer
+
+
+def serve(tracer: Tracer, number: int, *, seconds: float = 0.1, error: str = "", request_id: str = "") -> None:
+    """A request that the router itself has served, in the trace of that number."""
+    context = extract_context([("traceparent", f"00-{number:032x}-00000000000000ab-01")])
+    attributes = {"pageferry.request_id": request_id or f"req-{number}"} | ({"error.type": error} if error else {})
+    tracer.start_span("pageferry.request", context, attributes=attributes, start_time=0).end(round(seconds * 1e9))
+
+
 def test_a_trace_is_found_by_all_its_names() -> None:
     store = TraceStore(10)
     one, two = trace_id(1), trace_id(2)
-    store.add([group("router", a_span(one, "pageferry.request", "req-1"), a_span(one, "queue"))])
+    tracer = tracer_of(store)
+    serve(tracer, 1)
     store.add([group("prefill", a_span(one, "prefill.chunk"))])
-    store.add([group("router", a_span(two, "pageferry.request", "req-2"))])
-    store.add([group("router", a_span(one, "route"))])
-    whole = [("router", "pageferry.request"), ("router", "queue"), ("router", "route"), ("prefill", "prefill.chunk")]
+    serve(tracer, 2)
+    store.add([group("prefill", a_span(one, "kv.push"), a_span(two, "kv.push"))])
+    whole = [("router", "pageferry.request"), ("prefill", "prefill.chunk"), ("prefill", "kv.push")]
     assert names(store.get("req-1")) == whole
     assert names(store.get(one.hex())) == names(store.get(one.hex().upper())) == whole
     assert store.find("") == two.hex()
-    assert names(store.get("")) == [("router", "pageferry.request")]
+    assert names(store.get("")) == [whole[0], whole[-1]]
 
 
 @pytest.mark.parametrize("name", ["", "req-9", "f" * 32, "z" * 32, "ff"])
@@ -85,20 +101,85 @@ def test_the_trace_touched_longest_ago_is_forgotten_first() -> None:
 
 def test_a_request_id_used_again_names_the_later_trace() -> None:
     store = TraceStore(2)
+    tracer = tracer_of(store)
     for number in (1, 2, 3):
-        store.add([group("r", a_span(trace_id(number), "pageferry.request", "same"))])
+        serve(tracer, number, request_id="same")
     assert store.find("same") == trace_id(3).hex()
 
 
+def test_a_request_of_another_router_is_found_by_its_id_and_is_not_the_latest() -> None:
+    store = TraceStore(10)
+    tracer_of(store).start_span("pageferry.pick").end()
+    store.add([group("beside", a_span(trace_id(1), "pageferry.request", "req-1"))])
+    assert store.find("req-1") == trace_id(1).hex()
+    with pytest.raises(NotFoundError):
+        store.find("")
+    store.add([group("beside", a_span(trace_id(2), "pageferry.request", "req-1"))])
+    assert store.find("req-1") == trace_id(1).hex()
+
+
+@pytest.mark.parametrize("comes", ["before", "meanwhile", "after"])
+def test_a_forged_span_takes_no_request_s_name(comes: str) -> None:
+    """Not its id, nor its trace's, nor that of the latest one."""
+    store = TraceStore(10)
+    tracer = tracer_of(store)
+    hexed = trace_id(0xAB).hex()
+    forged = [a_span(trace_id(666), "pageferry.request", name) for name in ("mine", trace_id(1).hex())]
+    forged.append(a_span(trace_id(0xAB), "pageferry.request"))
+    if comes == "before":
+        store.add([group("router", *forged)])
+    serve(tracer, 2, request_id=hexed)
+    context = extract_context([("traceparent", f"00-{1:032x}-00000000000000ab-01")])
+    live = tracer.start_span("pageferry.request", context, attributes={"pageferry.request_id": "mine"})
+    if comes == "meanwhile":
+        store.add([group("router", *forged)])
+        assert store.find("mine") == trace_id(1).hex()
+    live.end()
+    if comes == "after":
+        store.add([group("router", *forged)])
+    assert [store.find(name) for name in ("mine", trace_id(1).hex(), "")] == [trace_id(1).hex()] * 3
+    assert store.find(hexed) == trace_id(2).hex()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_forged_span_stands_in_no_place_of_an_own_one(is_first: bool) -> None:
+    store = TraceStore(10)
+    span = tracer_of(store).start_span("pageferry.request")
+    context = span.get_span_context()
+    own_id, forged_id = context.trace_id.to_bytes(16, "big"), context.span_id.to_bytes(8, "big")
+    forged = group("router", Span(trace_id=own_id, span_id=forged_id, name="forged"), a_span(own_id, "queue"))
+    if is_first:
+        assert store.add([forged]) == 0
+    span.end()
+    store.add([forged])
+    assert names(store.get("")) == [("router", "pageferry.request"), ("router", "queue")]
+
+
+def test_forged_spans_take_no_room_from_own_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_trace, "MAX_SPANS_PER_TRACE", 3)
+    store = TraceStore(3, 1)
+    tracer = tracer_of(store)
+    store.add([group("router", *(a_span(trace_id(1), f"s{number}") for number in range(5)))])
+    for number in (1, 2, 3):
+        serve(tracer, number, error="INTERNAL" if number == 1 else "")
+    store.add([group("router", *(ended(number, error="INTERNAL") for number in range(4, 30)))])
+    assert kept(store, range(30)) == [1, 2, 3]
+    assert names(store.get("req-1"))[0] == ("router", "pageferry.request")
+
+
 def test_spans_of_a_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_store, "MAX_SPANS_PER_TRACE", 3)
+    monkeypatch.setattr(kept_trace, "MAX_SPANS_PER_TRACE", 3)
     store = TraceStore(2)
     assert store.add([group("r", *(a_span(trace_id(1), f"s{number}") for number in range(5)))]) == 2
     assert len(names(store.get(trace_id(1).hex()))) == 3
+    tracer = tracer_of(store)
+    for _ in range(5):
+        serve(tracer, 1)
+    assert len(names(store.get("req-1"))) == 6
 
 
 def test_bytes_of_a_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_store, "MAX_TRACE_BYTES", 5000)
+    monkeypatch.setattr(kept_trace, "MAX_TRACE_BYTES", 5000)
     store = TraceStore(2)
     large = [a_span(trace_id(1), "x" * 2000) for _ in range(4)]
     assert store.add([group("r", *large)]) == 2
@@ -122,9 +203,9 @@ def test_bytes_of_all_traces_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_live_trace_makes_others_go_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_store, "MAX_BYTES", 5000)
-    monkeypatch.setattr(trace_store, "OWN_SPAN_BYTES", 1000)
+    monkeypatch.setattr(kept_trace, "OWN_SPAN_BYTES", 1000)
     store = TraceStore(100)
-    tracer = configure_tracing("pageferry-router", TelemetryConfig(), local=store).tracer
+    tracer = tracer_of(store)
     live = tracer.start_span("pageferry.request", attributes={"pageferry.request_id": "req-0"})
     for number in range(9):
         tracer.start_span(f"part {number}", set_span_in_context(live)).end()
@@ -138,7 +219,7 @@ def test_a_span_that_is_sent_again_is_there_once() -> None:
     spans = [a_span(trace_id(1), "pageferry.request"), a_span(trace_id(1), "queue")]
     assert store.add([group("r", spans[0])]) == 0
     assert store.add([group("r", *spans)]) == 0
-    assert names(store.get("")) == [("r", "pageferry.request"), ("r", "queue")]
+    assert names(store.get(trace_id(1).hex())) == [("r", "pageferry.request"), ("r", "queue")]
 
 
 def test_a_step_is_kept_with_the_traces_of_its_requests_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,43 +290,53 @@ def kept(store: TraceStore, numbers: range) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("odd", "is_kept"),
+    ("seconds", "error", "is_kept"),
     [
-        (ended(0, error="INTERNAL"), True),
-        (ended(0, error="UNAVAILABLE"), True),
-        (ended(0, error="DEADLINE_EXCEEDED"), True),
-        (ended(0, seconds=5), True),
-        (ended(0, seconds=5, error="CANCELLED"), True),
-        (ended(0, seconds=4.9), False),
-        (ended(0, error="CANCELLED"), False),
-        (ended(0, error="INVALID_ARGUMENT"), False),
-        (ended(0, error="RESOURCE_EXHAUSTED"), False),
+        (0.1, "INTERNAL", True),
+        (0.1, "UNAVAILABLE", True),
+        (0.1, "DEADLINE_EXCEEDED", True),
+        (5, "", True),
+        (5, "CANCELLED", True),
+        (4.9, "", False),
+        (0.1, "CANCELLED", False),
+        (0.1, "INVALID_ARGUMENT", False),
+        (0.1, "RESOURCE_EXHAUSTED", False),
     ],
-    ids=lambda value: f"{value.end_time_unix_nano / 1e9:g} s" if isinstance(value, Span) else None,
 )
-def test_what_failed_or_was_slow_is_kept_when_others_push_it_out(odd: Span, is_kept: bool) -> None:
+@pytest.mark.parametrize("is_own", [True, False], ids=["own", "of another router"])
+def test_what_failed_or_was_slow_is_kept_when_others_push_it_out(
+    is_own: bool, seconds: float, error: str, is_kept: bool
+) -> None:
     store = TraceStore(4, 2, 5.0)
-    store.add([group("router", odd)])
-    store.add([group("router", *map(ended, range(1, 10)))])
-    assert kept(store, range(10)) == ([0, 7, 8, 9] if is_kept else [6, 7, 8, 9])
-    store.add([group("decode", a_span(trace_id(0), "decode.generate"))])  # as workers do, after the request's end
-    assert names(store.get(trace_id(0).hex()))[0 if not is_kept else 1] == ("decode", "decode.generate")
+    tracer = tracer_of(store)
+    if is_own:
+        serve(tracer, 1, seconds=seconds, error=error)
+    else:  # that it was sent to by a choice of ours
+        serve(tracer, 1)
+        store.add([group("beside", ended(1, seconds=seconds, error=error))])
+    for number in range(2, 11):
+        serve(tracer, number)
+    assert kept(store, range(1, 11)) == ([1, 8, 9, 10] if is_kept else [7, 8, 9, 10])
+    store.add([group("decode", a_span(trace_id(1), "decode.generate"))])  # as workers do, after the request's end
+    assert kept(store, range(1, 11)) == ([1, 8, 9, 10] if is_kept else [7, 8, 9, 10])
+    if is_kept:
+        assert names(store.get("req-1"))[-1] == ("decode", "decode.generate")
 
 
 def test_the_last_failures_are_kept_and_never_all_there_is_room_for() -> None:
     store = TraceStore(4, 2, 5.0)
-    store.add([group("router", *(ended(number, error="INTERNAL") for number in range(4)))])
-    store.add([group("router", *map(ended, range(4, 10)))])
-    assert kept(store, range(10)) == [2, 3, 8, 9]
+    for number in range(1, 11):
+        serve(tracer_of(store), number, error="INTERNAL" if number <= 4 else "")
+    assert kept(store, range(1, 11)) == [3, 4, 9, 10]
     full = TraceStore(2, 64, 5.0)
-    full.add([group("router", *(ended(number, error="INTERNAL") for number in range(4)))])
-    full.add([group("router", ended(4))])
-    assert kept(full, range(5)) == [3, 4]
+    for number in range(1, 6):
+        serve(tracer_of(full), number, error="INTERNAL" if number <= 4 else "")
+    assert kept(full, range(1, 6)) == [4, 5]
 
 
 def test_what_is_told_of_a_live_request_outlasts_many_others() -> None:
     store = TraceStore(2, 1, 5.0)
-    tracer = configure_tracing("pageferry-router", TelemetryConfig(), local=store).tracer
+    tracer = tracer_of(store)
     live = tracer.start_span("pageferry.request", start_time=0)
     context = set_span_in_context(live)
     tracer.start_span("queue", context).end()
@@ -255,7 +346,8 @@ def test_what_is_told_of_a_live_request_outlasts_many_others() -> None:
         tracer.start_span("pageferry.request", attributes={"pageferry.request_id": f"req-{number}"}).end()
     assert kept(store, range(9)) == [7, 8]
     live.end(6_000_000_000)
-    store.add([group("router", *map(ended, range(11, 19)))])
+    for number in range(11, 19):
+        serve(tracer, number)
     whole = ["queue", "pageferry.request", "prefill.chunk"]
     assert [name for _, name in names(store.get(live_id.hex()))] == whole
     assert len(store) == 2
@@ -263,14 +355,15 @@ def test_what_is_told_of_a_live_request_outlasts_many_others() -> None:
 
 def test_a_trace_of_several_requests_is_live_until_the_last_of_them_ends() -> None:
     store = TraceStore(1)
-    tracer = configure_tracing("pageferry-router", TelemetryConfig(), local=store).tracer
+    tracer = tracer_of(store)
     first = tracer.start_span("pageferry.request")
     context = set_span_in_context(first)
     second = tracer.start_span("pageferry.request", context)
     first.end()
-    store.add([group("router", ended(1), ended(2))])
+    serve(tracer, 1)
+    serve(tracer, 2)
     assert len(names(store.get(f"{first.get_span_context().trace_id:032x}"))) == 1
     second.end()
-    store.add([group("router", ended(3))])
-    assert kept(store, range(4)) == [3]
+    serve(tracer, 3)
+    assert kept(store, range(1, 4)) == [3]
     assert len(store) == 1

@@ -3,33 +3,31 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Self
 
 from opentelemetry.context import Context
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceServicer
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 from opentelemetry.sdk import trace as sdk
 from opentelemetry.sdk.trace import ReadableSpan
 
 from pageferry.core.config import TelemetryConfig
 from pageferry.core.errors import NotFoundError, ResourceExhaustedError
+from pageferry.runtime.kept_trace import MAX_SPANS_PER_TRACE, MAX_TRACE_BYTES, SPAN_ID_BYTES, KeptTrace
 
 REQUEST_SPAN = "pageferry.request"
 REQUEST_ID = "pageferry.request_id"
 STEP_SPANS = frozenset({"prefill.step", "decode.step"})  # each a trace of its own, linked to its requests'
 ERROR_TYPE = "error.type"
-TRACE_ID_BYTES, SPAN_ID_BYTES = 16, 8
-MAX_SPANS_PER_TRACE = 2048
-MAX_TRACE_BYTES = 4 * 2**20
-MAX_BYTES = 64 * 2**20  # of all traces; as spans are sent, which is less than what they take in memory
-OWN_SPAN_BYTES = 1024  # of a span that was not sent, about
-MAX_STEP_SPANS = MAX_SPANS_PER_TRACE // 2  # from so many spans on no step is kept with a trace: others are to come
+TRACE_ID_BYTES = 16
+MAX_BYTES = 64 * 2**20  # of all traces
+MAX_STEP_SPANS = MAX_SPANS_PER_TRACE // 2  # from so many sent spans on no step is kept with a trace: others are to come
 MAX_EXPORT_BYTES = 4 * 2**20
 # How requests end that nothing here has failed: their caller left or asked for what can't be, or there were too many.
 _NO_FAULT = {
@@ -45,27 +43,15 @@ _NO_FAULT = {
 }
 
 
-class _Trace:
-    """Own spans, encoded only when somebody asks, and others by resource; `request_ids` to clean the index."""
-
-    __slots__ = ("is_notable", "num_bytes", "num_live", "num_spans", "own", "request_ids", "resources")
-
-    def __init__(self) -> None:
-        self.num_live = 0  # requests that have begun in this process, and not ended
-        self.is_notable = False
-        self.num_spans = 0
-        self.num_bytes = 0
-        self.own: list[ReadableSpan] = []
-        self.request_ids: set[str] = set()
-        self.resources: dict[bytes, tuple[Resource, dict[bytes, Span]]] = {}  # spans by their ids
-
-
 class TraceStore(sdk.SpanProcessor):
     """Bounded by traces, by spans and bytes a trace, and by bytes in all. Any thread may call.
 
-    Where there are too many, the trace touched longest ago goes, but not one of a request that is live, and one of a
-    request that failed or was slow only once there are `num_kept` later ones. Whatever workers tell of a trace later
-    on, when it is kept, stands beside what is there.
+    Where there are too many, the trace touched longest ago goes: first of those without a span of our own, last of
+    requests that failed or were slow, as long as there are not `num_kept` later ones; none of a request that is live.
+    Whatever workers tell of a trace later on, when it is kept, stands beside what is there.
+
+    What was sent may be forged. So a request's id names the last trace of our own that has it, or else the first one
+    that was sent; and what was sent decides neither which trace is the latest, nor what our own spans say.
     """
 
     def __init__(self, max_traces: int, num_kept: int = 0, slow_s: float = float("inf")) -> None:
@@ -75,9 +61,10 @@ class TraceStore(sdk.SpanProcessor):
         self._slow_s = slow_s
         self._lock = threading.Lock()
         # Each trace is in one of these, the one touched longest ago first.
-        self._live: dict[bytes, _Trace] = {}
-        self._past: OrderedDict[bytes, _Trace] = OrderedDict()
-        self._notable: OrderedDict[bytes, _Trace] = OrderedDict()
+        self._live: OrderedDict[bytes, KeptTrace] = OrderedDict()
+        self._foreign: OrderedDict[bytes, KeptTrace] = OrderedDict()  # without a span of our own
+        self._past: OrderedDict[bytes, KeptTrace] = OrderedDict()
+        self._notable: OrderedDict[bytes, KeptTrace] = OrderedDict()
         self._by_request: dict[str, bytes] = {}
         self._latest = b""
         self._num_bytes = 0
@@ -87,7 +74,7 @@ class TraceStore(sdk.SpanProcessor):
         return cls(telemetry.max_traces, telemetry.kept_traces, telemetry.slow_request_s)
 
     def __len__(self) -> int:
-        return len(self._live) + len(self._past) + len(self._notable)
+        return sum(map(len, self._all))
 
     def on_start(self, span: sdk.Span, parent_context: Context | None = None) -> None:
         if span.name == REQUEST_SPAN and span.context.trace_flags.sampled:
@@ -95,7 +82,8 @@ class TraceStore(sdk.SpanProcessor):
                 trace_id = span.context.trace_id.to_bytes(TRACE_ID_BYTES)
                 trace = self._pop(trace_id)
                 trace.num_live += 1
-                self._live[trace_id] = trace
+                self._name(trace_id, trace, (span.attributes or {}).get(REQUEST_ID))
+                self._put(trace_id, trace)
 
     def on_end(self, span: ReadableSpan) -> None:
         if span.context is None or not span.context.trace_flags.sampled:
@@ -105,11 +93,12 @@ class TraceStore(sdk.SpanProcessor):
             trace_id = span.context.trace_id.to_bytes(TRACE_ID_BYTES)
             trace = self._pop(trace_id)
             if span.name == REQUEST_SPAN:
+                self._latest = trace_id
                 seconds = ((span.end_time or 0) - (span.start_time or 0)) / 1e9
-                self._note_end(trace_id, trace, seconds, attributes.get(ERROR_TYPE))
+                self._note_end(trace, seconds, attributes.get(ERROR_TYPE))
                 trace.num_live = max(0, trace.num_live - 1)
-            if self._takes(trace_id, trace, OWN_SPAN_BYTES, attributes.get(REQUEST_ID)):
-                trace.own.append(span)
+            self._name(trace_id, trace, attributes.get(REQUEST_ID))
+            trace.take_own(span)
             self._put(trace_id, trace)
 
     def add(self, resource_spans: Iterable[ResourceSpans]) -> int:
@@ -125,20 +114,22 @@ class TraceStore(sdk.SpanProcessor):
         return num_rejected
 
     def find(self, name: str) -> str:
-        """The hex trace id of a request id, of itself, or ("") of the latest finished request; else NotFoundError."""
+        """The hex trace id of a request id, of itself, or ("") of the latest request of ours that is over.
+
+        NotFoundError where there is none.
+        """
         with self._lock:
             return self._find(name)[0].hex()
 
     def get(self, name: str) -> bytes:
         """The trace that `find` finds, as serialised TracesData."""
         with self._lock:
-            trace = self._find(name)[1]
-            groups = list(encode_spans(trace.own).resource_spans) if trace.own else []
-            groups += [
-                ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=spans.values())])
-                for resource, spans in trace.resources.values()
-            ]
-            return TracesData(resource_spans=groups).SerializeToString()
+            return self._find(name)[1].encoded()
+
+    @property
+    def _all(self) -> tuple[OrderedDict[bytes, KeptTrace], ...]:
+        """Those without a span of our own last: whoever sends them may choose their ids."""
+        return self._live, self._past, self._notable, self._foreign
 
     def _add_span(self, key: bytes, resource: Resource, span: Span) -> bool:
         if len(span.trace_id) != TRACE_ID_BYTES or len(span.span_id) != SPAN_ID_BYTES:
@@ -147,100 +138,81 @@ class TraceStore(sdk.SpanProcessor):
             self._add_step(key, resource, span)
             return True
         trace = self._pop(span.trace_id)
-        is_known = span.span_id in trace.resources.get(key, (resource, {}))[1]  # the answer to the first time was lost
-        texts: dict[str, str] = {}
-        if is_request := span.name == REQUEST_SPAN:
+        is_taken = trace.take(key, resource, span)
+        if is_taken and span.name == REQUEST_SPAN:
             texts = {entry.key: entry.value.string_value for entry in span.attributes}
-        num_bytes = _size(trace, key, span)
-        is_taken = is_known or self._takes(span.trace_id, trace, num_bytes, texts.get(REQUEST_ID))
-        if is_taken and not is_known:
-            if is_request:
-                seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
-                self._note_end(span.trace_id, trace, seconds, texts.get(ERROR_TYPE))
-            kept = Span()
-            kept.CopyFrom(span)  # alone, as the resource
-            trace.resources.setdefault(key, (resource, {}))[1][span.span_id] = kept
+            seconds = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
+            self._note_end(trace, seconds, texts.get(ERROR_TYPE))
+            if (request_id := texts.get(REQUEST_ID)) not in self._by_request:
+                self._name(span.trace_id, trace, request_id)
         self._put(span.trace_id, trace)
         return is_taken
 
     def _add_step(self, key: bytes, resource: Resource, step: Span) -> None:
         """Keep it with the traces that it is linked to, as far as they are here: traces of steps would push all out."""
-        kept = Span()
-        kept.CopyFrom(step)
         for trace_id in {link.trace_id for link in step.links}:
-            places = (traces[trace_id] for traces in (self._live, self._past, self._notable) if trace_id in traces)
+            places = (traces[trace_id] for traces in self._all if trace_id in traces)
             trace = next(places, None)
-            if trace is None or trace.num_spans >= MAX_STEP_SPANS:
-                continue
-            is_known = step.span_id in trace.resources.get(key, (resource, {}))[1]
-            if not is_known and self._takes(trace_id, trace, _size(trace, key, step)):
-                trace.resources.setdefault(key, (resource, {}))[1][step.span_id] = kept
+            if trace is not None and trace.num_sent < MAX_STEP_SPANS:
+                self._num_bytes -= trace.num_bytes
+                trace.take(key, resource, step)
+                self._num_bytes += trace.num_bytes
 
-    def _takes(self, trace_id: bytes, trace: _Trace, num_bytes: int, request_id: object = None) -> bool:
-        """Count another span, and know its trace by its request; False where the trace is full."""
-        if trace.num_spans >= MAX_SPANS_PER_TRACE or trace.num_bytes + num_bytes > MAX_TRACE_BYTES:
-            return False
-        trace.num_spans += 1
-        trace.num_bytes += num_bytes
-        self._num_bytes += num_bytes
-        if isinstance(request_id, str):
-            trace.request_ids.add(request_id)
+    def _name(self, trace_id: bytes, trace: KeptTrace, request_id: object) -> None:
+        """Know the trace by a request's id, where there is one."""
+        if isinstance(request_id, str) and len(trace.request_ids) < MAX_SPANS_PER_TRACE:
             self._by_request[request_id] = trace_id
-        return True
+            trace.request_ids.add(request_id)
 
-    def _note_end(self, trace_id: bytes, trace: _Trace, seconds: float, error: object) -> None:
+    def _note_end(self, trace: KeptTrace, seconds: float, error: object) -> None:
         """A request of the trace is over."""
-        self._latest = trace_id
         has_failed = error is not None and error not in _NO_FAULT
         trace.is_notable = trace.is_notable or has_failed or seconds >= self._slow_s
 
-    def _pop(self, trace_id: bytes) -> _Trace:
+    def _pop(self, trace_id: bytes) -> KeptTrace:
         """The trace, or a new one; the caller puts it back where it belongs now."""
-        for traces in (self._live, self._past, self._notable):
+        for traces in self._all:
             if (trace := traces.pop(trace_id, None)) is not None:
+                self._num_bytes -= trace.num_bytes
                 return trace
-        return _Trace()
+        return KeptTrace()
 
-    def _put(self, trace_id: bytes, trace: _Trace) -> None:
+    def _put(self, trace_id: bytes, trace: KeptTrace) -> None:
+        self._num_bytes += trace.num_bytes
         if trace.num_live:
             self._live[trace_id] = trace
-            return
-        (self._notable if trace.is_notable else self._past)[trace_id] = trace
-        while len(self._notable) > self._num_kept:
-            trace_id, trace = self._notable.popitem(last=False)
+        elif not trace.own:
+            self._foreign[trace_id] = trace
+        elif not trace.is_notable:
             self._past[trace_id] = trace
+        else:
+            self._notable[trace_id] = trace
+            if len(self._notable) > self._num_kept:
+                trace_id, trace = self._notable.popitem(last=False)
+                self._past[trace_id] = trace
         self._make_room()
 
     def _make_room(self) -> None:
-        while self._num_bytes > MAX_BYTES or len(self._past) + len(self._notable) > self._max_traces:
-            if not (traces := self._past or self._notable):  # what is left is live
+        while self._num_bytes > MAX_BYTES or len(self) - len(self._live) > self._max_traces:
+            if not (traces := self._foreign or self._past or self._notable):  # what is left is live
                 return
-            self._forget(*traces.popitem(last=False))
+            trace_id, trace = traces.popitem(last=False)
+            self._num_bytes -= trace.num_bytes
+            for request_id in trace.request_ids:
+                if self._by_request.get(request_id) == trace_id:
+                    del self._by_request[request_id]
 
-    def _forget(self, trace_id: bytes, trace: _Trace) -> None:
-        self._num_bytes -= trace.num_bytes
-        for request_id in trace.request_ids:
-            if self._by_request.get(request_id) == trace_id:
-                del self._by_request[request_id]
-
-    def _find(self, name: str) -> tuple[bytes, _Trace]:
-        trace_id = self._by_request.get(name, b"") if name else self._latest
-        if not trace_id and len(name) == 2 * TRACE_ID_BYTES:
-            try:
-                trace_id = bytes.fromhex(name)
-            except ValueError:
-                trace_id = b""
-        for traces in (self._live, self._past, self._notable):
-            if (trace := traces.get(trace_id)) is not None:
-                return trace_id, trace
+    def _find(self, name: str) -> tuple[bytes, KeptTrace]:
+        trace_ids = [self._by_request.get(name, b"")] if name else [self._latest]
+        with suppress(ValueError):
+            trace_ids.append(bytes.fromhex(name))
+        for traces in self._all:
+            for trace_id in trace_ids:
+                if (trace := traces.get(trace_id)) is not None:
+                    return trace_id, trace
         what = f"no trace {name!r} is" if name else "no finished request's trace is"
         where = f"among the last {self._max_traces} traces kept; a request that is not sampled leaves none"
         raise NotFoundError(f"{what} {where}", reason="TRACE_NOT_FOUND")
-
-
-def _size(trace: _Trace, key: bytes, span: Span) -> int:
-    """What the span would add to the trace."""
-    return span.ByteSize() + (0 if key in trace.resources else 2 * len(key))
 
 
 class TraceReceiver(TraceServiceServicer):
