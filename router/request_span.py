@@ -171,10 +171,16 @@ class Timeline:
         return {"gap": gap_ms, **known, "delivery": gap_ms - sum(known.values())}
 
     def first_token_ms(self) -> dict[str, float]:
-        """The parts of the time to the first token."""
+        """The parts of the time to the first token.
+
+        A decode worker that computes the prompt itself begins while its word of the pages is on its way here: so long
+        as that way took, it is no longer reserving.
+        """
         parts = {part: getattr(self.parts, name) for part, name in _TOLD_PARTS.items()}
-        parts["delivery"] = max(0.0, self.ttft_s * 1000 - sum(parts.values()))
-        return parts
+        left_ms = self.ttft_s * 1000 - sum(parts.values())
+        if self.first_token is not None:
+            parts["reserve"] = max(0.0, parts["reserve"] + min(0.0, left_ms))
+        return {**parts, "delivery": max(0.0, left_ms)}
 
     def total_ms(self, now: float) -> float:
         return ((self.last_token or now) - self.arrival) * 1000
@@ -183,7 +189,8 @@ class Timeline:
         timings = Timings()
         timings.CopyFrom(self.parts)
         timings.ttft_ms = self.ttft_s * 1000
-        timings.delivery_ms = self.first_token_ms()["delivery"]
+        first = self.first_token_ms()
+        timings.reserve_ms, timings.delivery_ms = first["reserve"], first["delivery"]
         timings.total_ms = self.total_ms(now)
         return timings
 

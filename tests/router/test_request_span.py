@@ -39,3 +39,15 @@ def test_a_second_token_that_came_with_the_first_has_no_gap() -> None:
     apart.note_tokens(0.03, 1)
     assert together.second_token_ms() == {}
     assert apart.second_token_ms()["gap"] == pytest.approx(20.0)
+
+
+def test_a_prompt_that_is_begun_before_word_of_its_pages_has_come_is_counted_once() -> None:
+    timeline = Timeline(0.0)
+    local = TryTimes(timeline)
+    local.reserved(Reserved(), None, waited_s=0.020)
+    timeline.note_tokens(0.021, 1)
+    local.first_steps(FirstSteps(queue_ms=3.0, prefill_ms=7.0), is_local=True)
+    parts = timeline.first_token_ms()
+    assert (parts["reserve"], parts["delivery"]) == (pytest.approx(14.0), 0.0)
+    assert sum(parts.values()) == pytest.approx(21.0)
+    assert timeline.timings(1.0).reserve_ms == pytest.approx(14.0)
