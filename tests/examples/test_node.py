@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from cluster import wait_idle
+from moments import until
 from programs import find
 from services import Deployment
 
@@ -85,27 +86,41 @@ def test_an_error_is_told_with_its_details(node: str, deployment: Deployment) ->
     assert '"field":"temperature"' in lines[2]
 
 
-def test_calls_go_to_several_routers_in_turn(node: str, deployment: Deployment) -> None:
-    before = [requests(deployment, index, "length") for index in range(2)]
+async def test_calls_go_to_several_routers_in_turn(node: str, deployment: Deployment) -> None:
     both = ",".join(router.address for router in deployment.routers)
     script = f"""
         import {{ connect, generate }} from {str(EXAMPLE / "generate.mjs")!r};
         const client = connect({both!r});
-        await new Promise((resolve, reject) =>
-            client.waitForReady(Date.now() + 20000, (error) => (error ? reject(error) : resolve())));
+        let isOver = false;
+        process.stdin.on("end", () => (isOver = true)).resume();
         const request = {{ prompt: "Hello", stop: {{ max_tokens: 2, ignore_eos: true }} }};
-        for (let count = 0; count < 20; count++)
+        while (!isOver)
           for await (const event of generate(client, request))
             if (event.usage) process.stdout.write(".");
         client.close();
     """
-    done = subprocess.run(
-        [node, "--input-type=module", "-e", script], capture_output=True, text=True, timeout=WAIT_S, check=False
-    )
-    assert (done.returncode, done.stdout) == (0, "." * 20), done.stderr
-    after = [requests(deployment, index, "length") for index in range(2)]
-    assert sum(after) - sum(before) == 20
-    assert all(new - old >= 5 for new, old in zip(after, before, strict=True))
+
+    def ended() -> list[int]:
+        return [requests(deployment, index, "length") for index in range(2)]
+
+    before = ended()
+    command = [node, "--input-type=module", "-e", script]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(*command, **pipes)
+    try:
+        # Connections are made one after the other, and the first one there has all calls until then.
+        await until(lambda: all(new > old for new, old in zip(ended(), before, strict=True)), "both are called", WAIT_S)
+        shared = ended()
+        await until(lambda: sum(ended()) >= sum(shared) + 20, "20 more calls", WAIT_S)
+        after = ended()
+        output, errors = await asyncio.wait_for(process.communicate(), WAIT_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert (process.returncode, set(output)) == (0, {ord(".")}), errors.decode()
+    assert len(output) == sum(ended()) - sum(before)
+    assert min(new - old for new, old in zip(after, shared, strict=True)) >= 5, (shared, after)
 
 
 def requests(deployment: Deployment, router: int, outcome: str) -> int:

@@ -19,7 +19,7 @@ FLAGS = (
 )
 SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 PICTURES = Path(__file__).parents[2] / "build" / "page"
-PATIENCE_MS = 30_000
+PATIENCE_MS = 100_000  # also to start; a busy machine needs many seconds
 
 
 @asynccontextmanager
@@ -34,7 +34,7 @@ async def visiting(url: str, *, size: str = "desktop", expected: str = r"(?!)") 
 
     errors: list[str] = []
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=chromium, args=FLAGS)
+        browser = await playwright.chromium.launch(executable_path=chromium, args=FLAGS, timeout=PATIENCE_MS)
         page = await browser.new_page(viewport=SIZES[size])  # type: ignore[arg-type]
         page.set_default_timeout(PATIENCE_MS)
         page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
