@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from manifests import Manifest, Workload, kustomized, matches, named, of_kind
 
@@ -40,7 +41,7 @@ def config(name: str, tmp_path: Path, number: int = 0) -> Config:
 
 @pytest.mark.parametrize("version", ["1.30", "1.37"])
 def test_it_is_valid(version: str) -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    kubernetes_validate = programs.module("kubernetes_validate")
     logging.getLogger("kubernetes-validate").setLevel(logging.ERROR)
     for item in objects():
         if item["kind"] not in CUSTOM:

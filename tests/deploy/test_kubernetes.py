@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import yaml
 from manifests import (
@@ -37,7 +38,7 @@ _variants = pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("version", VERSIONS)
 @_variants
 def test_each_variant_is_valid(variant: str, version: str) -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    kubernetes_validate = programs.module("kubernetes_validate")
     logging.getLogger("kubernetes-validate").setLevel(logging.ERROR)
     if variant == "gpu+image" and version < "1.32":
         pytest.skip("image volumes came later")
@@ -48,7 +49,7 @@ def test_each_variant_is_valid(variant: str, version: str) -> None:
 
 
 def test_the_namespace_is_valid_and_strict() -> None:
-    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    kubernetes_validate = programs.module("kubernetes_validate")
     (namespace,) = yaml.safe_load_all((KUBERNETES / "namespace.yaml").read_text(encoding="utf-8"))
     kubernetes_validate.validate(namespace, VERSIONS[-1], strict=True)
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"

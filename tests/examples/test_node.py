@@ -1,17 +1,16 @@
 """The Node example against routers: streams, cancels, keeps deadlines, tells errors whole, and uses several routers."""
 
 import asyncio
-import os
 import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import programs
 import pytest
 from cluster import wait_idle
 from moments import until
-from programs import find
 from services import Deployment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "node"
@@ -21,10 +20,9 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def node() -> str:
-    found = find("node")
+    found = programs.find("node")
     if not (EXAMPLE / "node_modules" / "@grpc" / "grpc-js").is_dir():
-        reason = f"the example's modules are missing: npm install --prefix {EXAMPLE}"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
+        programs.lack(f"the example's modules are missing: npm install --prefix {EXAMPLE}")
     return found
 
 

@@ -5,7 +5,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import pytest
+import programs
 
 _IN_PLACE = 'mount --bind "$0" /etc/hosts && exec "$@"'
 
@@ -37,7 +37,7 @@ class HostsFile:
 
 @cache
 def skip_without_mounts() -> None:
-    """Skip the test where this user may not mount anything; where CI is set, fail."""
+    """Skip the test where this user may not mount anything."""
     done = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True, check=False)
     if done.returncode:
-        (pytest.fail if "CI" in os.environ else pytest.skip)(f"mounts can't be made here: {done.stderr.strip()}")
+        programs.lack(f"mounts can't be made here: {done.stderr.strip()}")
