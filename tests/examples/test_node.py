@@ -111,7 +111,7 @@ async def test_calls_go_to_several_routers_in_turn(node: str, deployment: Deploy
         shared = ended()
         await until(lambda: sum(ended()) >= sum(shared) + 20, "20 more calls", WAIT_S)
         after = ended()
-        output, errors = await asyncio.wait_for(process.communicate(), WAIT_S)
+        output, errors = await asyncio.wait_for(process.communicate(b""), WAIT_S)  # which ends its input
     finally:
         if process.returncode is None:
             process.kill()

@@ -109,6 +109,7 @@ class Envoy:
         self.__exit__()
 
     def _start(self) -> None:
+        envoy = programs.find("envoy")
         self._directory = tempfile.TemporaryDirectory(prefix="pageferry-envoy-")
         directory = Path(self._directory.name)
         if DESCRIPTORS not in self._places and self.name.startswith("edge"):
@@ -124,7 +125,7 @@ class Envoy:
         files = ("-c", str(directory / "envoy.json"), "--admin-address-path", str(self._admin))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*self._prefix, "setpriv", "--pdeathsig", "KILL", programs.find("envoy"), *files, *options],
+                [*self._prefix, "setpriv", "--pdeathsig", "KILL", envoy, *files, *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
