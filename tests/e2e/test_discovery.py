@@ -141,8 +141,10 @@ async def test_decode_workers_join_drain_and_die_under_load(tmp_path: Path) -> N
                 )
                 stop.set()
             assert all(task.result() > 0 for task in running)
-            await wait_idle(stub, timeout_s=30)
-            assert made.router.fds() <= fds + 2
+            await wait_idle(stub, timeout_s=SETTLE_S)
+            async with asyncio.timeout(SETTLE_S):  # one more is open while a name is looked up
+                while made.router.fds() > fds + 2:  # noqa: ASYNC110 - of another process
+                    await asyncio.sleep(0.05)
         shown = pageferry("status", "--once", "--address", made.router.address).stdout
         assert [host for host in ("127.0.0.20", "127.0.0.21", "127.0.0.22", "127.0.0.23") if f"{host}:" in shown] == [
             third.host,

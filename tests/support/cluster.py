@@ -149,7 +149,7 @@ def greedy(prompt: str | list[int], max_tokens: int, *, ignore_eos: bool = True)
     return request
 
 
-async def generate(stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 60, **metadata: str) -> Answer:
+async def generate(stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 100, **metadata: str) -> Answer:
     """Read one stream to its end, and check what holds for every one that succeeds."""
     answer = Answer()
     async for response in stub.Generate(request, timeout=timeout_s, metadata=tuple(metadata.items())):

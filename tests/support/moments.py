@@ -55,7 +55,7 @@ async def at_rest(stub: Stub, services: list[Service], linked: Deployment, timeo
         await asyncio.sleep(POLL_S)
 
 
-async def catch(linked: Deployment, stub: Stub, moment: str, number: int, *, timeout_s: float = 60) -> Caught:
+async def catch(linked: Deployment, stub: Stub, moment: str, number: int, *, timeout_s: float = 100) -> Caught:
     """A request of its own prompt, whose pages are half shipped (with its prefill worker paused), or whose first token
     is out and the rest of its pages held up, or whose tokens come.
     """

@@ -18,8 +18,8 @@ from links import hold_port
 Role = Literal["router", "prefill", "decode"]
 Settings = Mapping[str, str]
 _MODULES = {"router": "router", "prefill": "prefill_svc", "decode": "decode_svc"}
-READY_S = 120.0
-STOP_S = 60.0
+READY_S = 240.0
+STOP_S = 100.0
 
 
 class Service:

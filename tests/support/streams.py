@@ -25,7 +25,7 @@ def prompt_of(number: int, num_tokens: int) -> list[int]:
 class Stream:
     """Begun at once, and read as it comes, on a task of its own: each position once and in order, and one end."""
 
-    def __init__(self, stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 60, **metadata: str) -> None:
+    def __init__(self, stub: Stub, request: pb.GenerateRequest, *, timeout_s: float = 100, **metadata: str) -> None:
         self.answer = Answer()
         self._changed = asyncio.Event()
         self._call = stub.Generate(request, timeout=timeout_s, metadata=tuple(metadata.items()))
