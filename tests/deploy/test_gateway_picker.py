@@ -12,23 +12,18 @@ from pageferry.core.config import Config
 from pageferry.core.read_config import load_config
 
 pytestmark = pytest.mark.slow
-CUSTOM = ("InferencePool", "HTTPRoute", "PodMonitor", "PrometheusRule")
+CUSTOM = ("InferencePool", "HTTPRoute", "PodMonitor", "PrometheusRule", "Certificate", "Issuer")
 ROUTERS = (("pageferry-router", 0), ("pageferry-picker", 0), ("pageferry-decode", 1))
 
 
 def objects() -> tuple[Manifest, ...]:
     own = "components/gateway-picker"
-    others = ("../otel", "components/monitoring", "components/tenants")
-    return kustomized("gpu", (own, *others, *(f"{own}/{name}" for name in ("model-volume", "collector", "tenants"))))
+    others = ("../otel", "components/monitoring", "components/mtls", "components/tenants")
+    return kustomized("gpu", (own, f"{own}/model-volume", *others))
 
 
 def workload(name: str, number: int = 0) -> Workload:
-    """A Deployment as if it had but one of its containers."""
-    manifest = named(objects(), "Deployment", name)
-    template = manifest["spec"]["template"]
-    containers = [template["spec"]["containers"][number]]
-    spec = manifest["spec"] | {"template": template | {"spec": template["spec"] | {"containers": containers}}}
-    return Workload(manifest | {"spec": spec}, objects())
+    return Workload(named(objects(), "Deployment", name), objects(), number)
 
 
 def config(name: str, tmp_path: Path, number: int = 0) -> Config:

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,14 +41,26 @@ class Authority:
         self, name: str, *, spiffe_id: str = "", address: str = "127.0.0.1", server_name: str = SERVER_NAME
     ) -> Identity:
         """For the name, the address and, where one is given, a SPIFFE id."""
+        return self.issue_for(
+            name, [f"DNS:{server_name}", f"IP:{address}", *([f"URI:{spiffe_id}"] if spiffe_id else [])]
+        )
+
+    def issue_for(self, name: str, names: Sequence[str]) -> Identity:
+        """For just these, each with its kind before it, as OpenSSL has it."""
         made = Identity(self.directory / f"{name}.pem", self.directory / f"{name}.key")
-        names = [f"DNS:{server_name}", f"IP:{address}", *([f"URI:{spiffe_id}"] if spiffe_id else [])]
         request, extensions = self.directory / f"{name}.csr", self.directory / f"{name}.ext"
         extensions.write_text(f"subjectAltName={','.join(names)}\n", encoding="ascii")
         _openssl("req", *_KEY, "-subj", f"/CN={name}", "-keyout", made.key, "-out", request)
         signed_by = ("-CA", self.cert, "-CAkey", self._key, "-CAcreateserial")
         _openssl("x509", "-req", "-in", request, *signed_by, "-days", _DAYS, "-extfile", extensions, "-out", made.cert)
         return made
+
+    def secret(self, directory: Path, identity: Identity) -> Path:
+        """The directory, with what a secret of cert-manager's holds."""
+        directory.mkdir()
+        for name, source in {"tls.crt": identity.cert, "tls.key": identity.key, "ca.crt": self.cert}.items():
+            (directory / name).write_bytes(source.read_bytes())
+        return directory
 
 
 def _openssl(*arguments: str | Path) -> None:

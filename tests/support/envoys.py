@@ -24,6 +24,7 @@ SHIPPED = ROOT / "deploy" / "envoy"
 ANY_PORT = "127.0.0.1:0"
 ADMIN = "127.0.0.1:9901"
 DESCRIPTORS = "/etc/envoy/pageferry.binpb"
+TLS = "/etc/envoy-tls"
 READY_S = 60.0
 Places = Mapping[str, str | Sequence[str]]
 Change = Callable[[dict[str, Any]], None]
@@ -223,3 +224,15 @@ def edge_places(grpc: Sequence[str], http: Sequence[str], collector: str = "127.
         "pageferry-routers:8080": http,
         "pageferry-collector:4317": collector,
     }
+
+
+def place_tls(directory: Path) -> Places:
+    """Of what the files with certificates name; the directory has tls.crt, tls.key and ca.crt, as cert-manager does."""
+    places = {f"{TLS}/{name}": str(directory / name) for name in ("tls.crt", "tls.key", "ca.crt")} | {
+        TLS: str(directory)
+    }
+    own = ("tls-own.yaml", "tls-trusted.yaml")
+    for name in own:
+        text = yaml.safe_dump(placed(shipped(name.removesuffix(".yaml")), places))
+        (directory / name).write_text(text, encoding="utf-8")
+    return {f"{TLS}/{name}": str(directory / name) for name in own}

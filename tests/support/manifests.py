@@ -27,6 +27,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {
     "cpu+mtls": ("components/mtls",),
     "gpu+image": ("components/model-image",),
     "cpu+edge": ("../otel", "components/monitoring", "components/edge"),
+    "cpu+edge+mtls": ("components/monitoring", "components/edge", "components/mtls"),
 }
 Manifest = dict[str, Any]
 
@@ -81,10 +82,11 @@ def matches(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Workload:
-    """A Deployment with its one container."""
+    """A Deployment with one of its containers."""
 
     manifest: Manifest
     objects: tuple[Manifest, ...] = field(repr=False)
+    number: int = 0
 
     @property
     def name(self) -> str:
@@ -104,8 +106,7 @@ class Workload:
 
     @property
     def container(self) -> Manifest:
-        (container,) = self.pod["containers"]
-        return dict(container)
+        return dict(self.pod["containers"][self.number])
 
     @property
     def ports(self) -> Mapping[str, int]:
@@ -121,11 +122,11 @@ class Workload:
     def environment(self, pod_ip: str = "10.0.0.7") -> dict[str, str]:
         """As a pod at this address gets it; secrets hold the word "secret"."""
         found: dict[str, str] = {}
-        for source in self.container.get("envFrom", []):
-            found.update(named(self.objects, "ConfigMap", source["configMapRef"]["name"])["data"])
         for entry in self.container.get("env", []):
             assert entry["name"] not in found, f"{entry['name']} is set twice"
             found[entry["name"]] = entry["value"] if "value" in entry else self._value(entry["valueFrom"], pod_ip)
+        for source in self.container.get("envFrom", []):
+            found = named(self.objects, "ConfigMap", source["configMapRef"]["name"])["data"] | found
         return found
 
     def _value(self, source: Manifest, pod_ip: str) -> str:

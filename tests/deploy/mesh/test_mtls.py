@@ -14,10 +14,9 @@ import grpc
 import httpx
 import programs
 import pytest
-import yaml
 from certificates import SERVER_NAME, Authority, Identity
 from cluster import generate, greedy
-from envoys import ADMIN, SHIPPED, Envoy, Places, edge_places, placed, shipped
+from envoys import ADMIN, SHIPPED, Envoy, Places, edge_places, place_tls, shipped
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from loopback import free_port
 from moments import until
@@ -28,22 +27,9 @@ from streams import prompt_of
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-ID = "spiffe://example.org/pageferry"  # as deploy/envoy/tls.yaml has it
+ID = "spiffe://pageferry.internal/service"  # as deploy/envoy/tls-trusted.yaml has it
 ROLES: tuple[Role, ...] = ("router", "prefill", "decode")
 BODY = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-
-
-def place_tls(directory: Path, authority: Authority, identity: Identity) -> dict[str, str]:
-    """Write one Envoy's tls-*.yaml, and what they name."""
-    directory.mkdir()
-    files = {"tls.crt": identity.cert, "tls.key": identity.key, "ca.crt": authority.cert}
-    for name, source in files.items():
-        (directory / name).write_bytes(source.read_bytes())
-    places = {f"/etc/envoy/tls/{name}": str(directory / name) for name in files} | {"/etc/envoy/tls": str(directory)}
-    for name in ("tls-own", "tls-trusted"):
-        text = yaml.safe_dump(placed(shipped(name), places))
-        (directory / f"{name}.yaml").write_text(text, encoding="utf-8")
-    return {f"/etc/envoy/{name}.yaml": str(directory / f"{name}.yaml") for name in ("tls-own", "tls-trusted")}
 
 
 def without_tls(value: Any) -> Any:
@@ -83,7 +69,7 @@ async def test_services_with_certificates_of_their_own(tiny_model: Path, tmp_pat
     with Deployment(prefill=1, decode=1, settings=settings, model=tiny_model) as deployment:
         (router,) = deployment.routers
         places = edge_places([router.address], [router.http.removeprefix("http://")])
-        tls = place_tls(tmp_path / "edge", authority, edge_identity)
+        tls = place_tls(authority.secret(tmp_path / "edge", edge_identity))
         with Envoy("edge-mtls", {**places, **tls}) as edge:
             edge.wait_healthy("routers-grpc", 1)
             edge.wait_healthy("routers-http", 1)
@@ -95,7 +81,8 @@ async def test_services_with_certificates_of_their_own(tiny_model: Path, tmp_pat
             shown.replace_by(authority.issue("renewed", spiffe_id=f"{ID}/edge"))
             await until(lambda: edge.stat(updates) > before, "the certificate is read again")
             await assert_answers(edge, authority)
-        stranger = place_tls(tmp_path / "stranger", authority, authority.issue("stranger", spiffe_id=f"{ID}/else"))
+        other = authority.issue("stranger", spiffe_id=f"{ID}/else")
+        stranger = place_tls(authority.secret(tmp_path / "stranger", other))
         with Envoy("edge-mtls", {**places, **stranger}) as edge, pytest.raises(grpc.aio.AioRpcError) as caught:
             await assert_answers(edge, authority)
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
@@ -189,13 +176,14 @@ async def test_services_that_know_no_tls_behind_sidecars_that_do(tiny_model: Pat
         made = {}
         for role in ROLES:
             identity = authority.issue(role, spiffe_id=f"{ID}/{role}")
-            made[role] = Pod(pods, role, settings, port, place_tls(tmp_path / role, authority, identity))
+            made[role] = Pod(pods, role, settings, port, place_tls(authority.secret(tmp_path / role, identity)))
             stack.enter_context(made[role].running())
         router = made["router"]
         for role in reversed(ROLES):
             await asyncio.to_thread(made[role].service.wait_ready)
         places = edge_places([router.address], [f"{pods.address('router')}:{router.http}"])
-        tls = place_tls(tmp_path / "edge", authority, authority.issue("edge", spiffe_id=f"{ID}/edge"))
+        identity = authority.issue("edge", spiffe_id=f"{ID}/edge")
+        tls = place_tls(authority.secret(tmp_path / "edge", identity))
         edge = stack.enter_context(Envoy("edge-mtls", {**places, **tls}))
         edge.wait_healthy("routers-grpc", 1)
         edge.wait_healthy("routers-http", 1)
