@@ -51,13 +51,18 @@ def _until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(POLL_S)
 
 
-@contextlib.contextmanager
-def scraping(targets: Mapping[str, str], directory: Path) -> Iterator[Prometheus]:
+def scraping(targets: Mapping[str, str], directory: Path) -> contextlib.AbstractContextManager[Prometheus]:
     """With prometheus.yml as it is, but for addresses and how often it looks; `targets` are addresses by job."""
     text = (RULES.parent / "prometheus.yml").read_text(encoding="utf-8")
     for job, address in targets.items():
         text, num_found = re.subn(rf'(job_name: {job}\n.*targets: \[")[^"]*', rf"\g<1>{address}", text)
         assert num_found == 1, job
+    return running(text, directory)
+
+
+@contextlib.contextmanager
+def running(text: str, directory: Path) -> Iterator[Prometheus]:
+    """With this configuration, but for how often it looks."""
     text = re.sub(r"(_interval: )\d+s", r"\g<1>1s", text)
     (directory / "prometheus.yml").write_text(text, encoding="utf-8")
     (directory / RULES.name).write_bytes(RULES.read_bytes())
