@@ -16,6 +16,7 @@ from pageferry.runtime.worker_metrics import WorkerMetrics
 PROMETHEUS = RULES.parent
 ROOT = Path(__file__).parents[2]
 OPERATE = ROOT / "docs" / "operate.md"
+BASE = "https://docs.example.org/pageferry/operate.md"  # in docs/operate.md
 # What must not go unseen.
 WANTED = ("Saturated", "BurnsFast", "BurnsSlow", "PageLeak", "TransfersStalled", "EngineWedged", "LayoutMismatch")
 
@@ -29,7 +30,7 @@ def test_there_is_an_alert_for_each_thing_that_must_not_go_unseen() -> None:
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert.name)
 def test_each_alert_is_explained_where_it_says(alert: Alert) -> None:
-    path, _, anchor = alert.annotations["runbook"].partition("#")
+    path, _, anchor = alert.annotations["runbook_url"].partition("#")
     assert ROOT / path == OPERATE
     text = OPERATE.read_text(encoding="utf-8")
     assert anchor == alert.name.lower()
@@ -38,6 +39,14 @@ def test_each_alert_is_explained_where_it_says(alert: Alert) -> None:
     for word in ("**Means.**", "**Do.**"):
         assert word in section[1], f"docs/operate.md, {alert.name}: no {word}"
     assert alert.labels["severity"] in ("page", "ticket")
+
+
+def test_links_to_sections_begin_with_what_the_guide_s_command_puts_there(tmp_path: Path) -> None:
+    (tmp_path / RULES.name).write_bytes(RULES.read_bytes())
+    (command,) = re.findall(r"^\$ (sed .* rules\.yml)$", OPERATE.read_text(encoding="utf-8"), re.MULTILINE)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    changed = re.findall(r"runbook_url: (.*)", (tmp_path / RULES.name).read_text(encoding="utf-8"))
+    assert changed == [f"{BASE}#{alert.name.lower()}" for alert in alerts()]
 
 
 def test_no_section_is_of_an_alert_that_is_not_there() -> None:
@@ -73,7 +82,6 @@ def test_rules_name_metrics_that_the_services_have() -> None:
         "check rules rules.yml",
         "test rules rules_test.yml",
         "check config prometheus.yml",
-        "check config cluster.yml",
     ],
 )
 def test_promtool_is_content(command: str) -> None:

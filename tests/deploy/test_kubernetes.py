@@ -344,6 +344,22 @@ def test_the_guide_s_own_overlay_renders(tmp_path: Path) -> None:
     assert {path.parent.name for path in (KUBERNETES / "components").glob("*/kustomization.yaml")} <= listed
 
 
+def test_links_of_alerts_begin_with_what_an_overlay_puts_there(tmp_path: Path) -> None:
+    docs = DEPLOY.parent / "docs"
+    (overlay,) = re.findall(r"```yaml\n(# kustomization.yaml\n.*?)```", (docs / "deploy.md").read_text(), re.DOTALL)
+    (more,) = re.findall(r"```yaml\n(# into kustomization.yaml\n.*?)```", (docs / "operate.md").read_text(), re.DOTALL)
+    (tmp_path / "pageferry").symlink_to(DEPLOY.parent)
+    (tmp_path / "kustomization.yaml").write_text(overlay + more, encoding="utf-8")
+    objects = build(tmp_path)
+    assert "runbooks" not in {item["metadata"]["name"] for item in of_kind(objects, "ConfigMap")}
+    (alerts,) = of_kind(objects, "PrometheusRule")
+    rules = [rule for group in alerts["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    assert len(rules) > 20
+    for rule in rules:
+        link = f"https://docs.example.org/pageferry/operate.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == link
+
+
 def test_the_guide_s_settings_are_those_of_the_manifests(tmp_path: Path) -> None:
     guide = (DEPLOY.parent / "docs" / "deploy.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+\.\w+)` \| ([^|]*) \|", guide, re.MULTILINE)
