@@ -22,15 +22,42 @@ pytestmark = pytest.mark.slow
 def test_queries_parse(tmp_path: Path) -> None:
     rules = [{"record": f"q:{index}", "expr": query} for index, query in enumerate(queries().values())]
     assert len(rules) == 8
-    path = tmp_path / "rules.yml"
-    path.write_text(yaml.safe_dump({"groups": [{"name": "scaling", "rules": rules}]}), encoding="utf-8")
-    done = subprocess.run(
-        [programs.find("promtool"), "check", "rules", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    promtool("check", {"groups": [{"name": "scaling", "rules": rules}]}, tmp_path)
+
+
+QUEUED = 'pageferry_queued_requests{namespace="pageferry",pod="pageferry-router-0"}'
+PAGES = 'pageferry_pages{namespace="pageferry",pod="pageferry-decode-0",state="%s"}'
+
+
+@pytest.mark.parametrize("name", ["pageferry-prefill 1", "pageferry_prefill_queue"])
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        ({QUEUED: 8, PAGES % "resident": 9, PAGES % "free": 9}, [8]),
+        ({QUEUED: 8, PAGES % "resident": 9, PAGES % "free": 1}, [0]),
+        ({QUEUED: 8}, []),
+    ],
+    ids=("room", "none", "unknown"),
+)
+def test_queued_requests_ask_for_prefill_workers_only_where_decode_workers_have_room(
+    name: str, known: dict[str, int], expected: list[int], tmp_path: Path
+) -> None:
+    """Nothing, unlike 0, takes no worker away."""
+    samples = [{"labels": "{}", "value": value} for value in expected]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": series, "values": str(value)} for series, value in known.items()],
+        "promql_expr_test": [{"expr": queries()[name], "eval_time": "0m", "exp_samples": samples}],
+    }
+    promtool("test", {"rule_files": [], "tests": [test]}, tmp_path)
+
+
+def promtool(verb: str, document: Manifest, directory: Path) -> None:
+    """Have it `check` rules, or `test` them."""
+    path = directory / "rules.yml"
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    command = [programs.find("promtool"), verb, "rules", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -51,7 +78,8 @@ def test_scaled_objects_have_what_keda_needs() -> None:
         assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
         for trigger in spec["triggers"]:
             assert trigger["type"] == "prometheus"
-            assert set(trigger["metadata"]) == {"serverAddress", "query", "threshold"}
+            assert set(trigger["metadata"]) == {"serverAddress", "ignoreNullValues", "query", "threshold"}
+            assert trigger["metadata"]["ignoreNullValues"] == "false", "else nothing is 0, and workers are taken away"
             assert float(trigger["metadata"]["threshold"]) > 0
             assert isinstance(trigger["metadata"]["threshold"], str)
 
