@@ -117,6 +117,16 @@ def test_rollouts_and_drained_nodes_leave_workers(variant: str) -> None:
         assert rolling == {"maxUnavailable": 0, "maxSurge": 1}, workload.name
         for spread in workload.pod["topologySpreadConstraints"]:
             assert matches(spread["labelSelector"], workload.labels), workload.name
+            assert spread["matchLabelKeys"] == ["pod-template-hash"], workload.name
+
+
+@_variants
+def test_a_rollout_is_given_up_no_sooner_than_its_pods(variant: str) -> None:
+    """Routers are ready once workers are."""
+    probes = [dict(workload.probes)["startupProbe"] for workload in services(variant)]
+    longest_s = max(probe["periodSeconds"] * probe["failureThreshold"] for probe in probes)
+    for workload in services(variant):
+        assert workload.manifest["spec"]["progressDeadlineSeconds"] >= longest_s + 300, workload.name
 
 
 @_variants
