@@ -7,10 +7,11 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, Tracer, format_trace_id
 from opentelemetry.util.types import AttributeValue
 
-from pageferry.core.errors import PageferryError
+from pageferry.core.errors import DataLossError, InternalError, PageferryError
 from pageferry.router.metrics import RouterMetrics
 from pageferry.router.record import Record
 from pageferry.router.request_span import Timeline, describe_usage, set_outcome
+from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import exemplar_of
 from pageferry.runtime.telemetry import record_span
 from pageferry.runtime.trace_store import TraceStore
@@ -62,6 +63,9 @@ class Telemetry:
         context = span.get_span_context()
         trace_id = format_trace_id(context.trace_id) if context.trace_flags.sampled else ""
         self.record.ended(timeline, model, trace_id, name, reason, now)
+        if isinstance(outcome, InternalError | DataLossError):
+            facts = {"code": outcome.code, "reason": reason, "message": outcome.message, "trace_id": trace_id}
+            log("request_failed", level="error", request_id=timeline.request_id, failure=facts)
         if not isinstance(outcome, PageferryError):
             self._observe(timeline, exemplar_of(span), now)
         elif timeline.first_token is None:

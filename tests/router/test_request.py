@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from asking import ask
 from fake_workers import TOKENS, Make, Rig, Script, eventually
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import SpanKind, format_trace_id
 from spans import assert_one_tree
 
 from pageferry.core.config import RouterConfig
@@ -375,14 +375,20 @@ async def test_without_resumes_a_decode_worker_lost_in_mid_stream_is_an_error(ri
         await router.check_idle()
 
 
-async def test_a_gap_in_the_positions_is_an_error(rig: Make) -> None:
+async def test_a_gap_in_the_positions_is_an_error(rig: Make, caplog: pytest.LogCaptureFixture) -> None:
     async with rig() as router:
         broken = Script(TOKENS)
         broken.token = lambda position: types.GeneratedToken(position=position + (position > 2), token_id=100)
         router.decode.script = broken
         with pytest.raises(InternalError, match="position 4 where 3 comes next"):
-            await router.generate(ask(max_tokens=8))
+            await router.generate(ask(max_tokens=8, request_id="broken-1"))
         await router.check_idle()
+        (root,) = [span for span in router.log.spans if span.name == "pageferry.request"]
+    (failed,) = [record.pageferry_fields for record in caplog.records if record.message == "request_failed"]
+    failure = failed["failure"]
+    assert (failed["request_id"], failure["code"]) == ("broken-1", "INTERNAL")
+    assert "position 4 where 3 comes next" in failure["message"]
+    assert failure["trace_id"] == format_trace_id(root.context.trace_id)
 
 
 async def test_a_stream_that_ends_without_a_result_is_an_error(rig: Make) -> None:
