@@ -223,6 +223,15 @@ async def test_a_trace_that_went_to_a_collector_is_not_waited_for(capsys: pytest
     assert capsys.readouterr().err == "error: traces go to a collector\n"
 
 
+async def test_who_asks_for_a_trace_that_went_to_a_collector_is_told_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fake_inference.serving() as (address, service):
+        service.trace_error = NotFoundError("traces go to a collector", reason="NO_TRACE_STORE")
+        assert await run("generate", "--trace", "--address", address, "Hello") == 1
+        assert capsys.readouterr().err == (
+            "error: traces go to a collector; look there for 0af7651916cd43dd8448eb211c80319c\n"
+        )
+
+
 async def test_status(capsys: pytest.CaptureFixture[str]) -> None:
     async with fake_inference.serving() as (address, _):
         assert await run("status", "--address", address) == 0

@@ -41,6 +41,8 @@ async def whole_trace(client: Client, trace_id: str) -> TracesData:
         try:
             data = await client.trace(trace_id)
         except NotFoundError as error:
+            if error.reason == "NO_TRACE_STORE" and trace_id:
+                raise NotFoundError(f"{error.message}; look there for {trace_id}", reason=error.reason) from None
             if late or error.reason == "NO_TRACE_STORE":
                 raise
         else:
