@@ -1,6 +1,5 @@
 """A simulated router: its own code, over a fleet of simulated workers."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +8,10 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
-from pageferry.router.__main__ import _run
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend
 from pageferry.router.metrics import RouterMetrics
+from pageferry.router.running import Running
 from pageferry.router.service import InferenceServicer
 from pageferry.router.telemetry import Telemetry
 from pageferry.runtime.channels import open_channel
@@ -55,7 +54,7 @@ class RouterNode(Node):
             self.fleet = fleet
             self.is_started = True
             try:
-                await _run(config, self.stop, self.server, self.frontend, fleet, _no_http)
+                await Running(config.server, self.server, self.frontend, fleet).until(self.stop)
             finally:
                 await fleet.close()
 
@@ -87,7 +86,3 @@ def _tokenizer() -> Tokenizer:
     encoder = Encoder(WordLevel(words, unk_token="w0."))
     encoder.decoder = ByteLevel()
     return Tokenizer(encoder, template=ChatTemplate(None, {}), eos_ids=(), bos_id=None)
-
-
-async def _no_http(host: str, port: int, stop: asyncio.Event) -> None:
-    raise AssertionError("no HTTP is simulated")
