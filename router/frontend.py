@@ -83,19 +83,8 @@ class Frontend:
 
     def picks(self) -> Picks:
         """The choice of workers alone, for gateways; made once."""
-        router, telemetry = self._serving.config, self._telemetry
-        return Picks(
-            router.picker_port,
-            router.picker_wait_s,
-            self._fleet,
-            self._dispatcher,
-            self._admission,
-            self.check_caller,
-            telemetry,
-            self.clock,
-            PickMetrics(telemetry.metrics.registry),
-            self._live,
-        )
+        metrics = PickMetrics(self._telemetry.metrics.registry)
+        return Picks(self._serving, self._admission, self.check_caller, self._live, metrics)
 
     @property
     def ready(self) -> bool:

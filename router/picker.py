@@ -126,7 +126,7 @@ class PickerServicer(ExternalProcessorServicer):
             request,
             names,
             head.headers.getlist("authorization"),
-            deadline_of(head, self._picks.clock()),
+            deadline_of(head, self._picks.serving.clock()),
             head.only,
             _parent(head),
         )

@@ -16,14 +16,12 @@ from pageferry.core.errors import PageferryError, ResourceExhaustedError, Unavai
 from pageferry.router.able import RETRY_AFTER_MS
 from pageferry.router.admission import Admission
 from pageferry.router.ask import Ask, Grant
-from pageferry.router.dispatch import Dispatcher
-from pageferry.router.fleet import Fleet
 from pageferry.router.gateway.errors import in_the_body_s_words
 from pageferry.router.live import LiveRequests
 from pageferry.router.pick_metrics import PICKED, PickMetrics
 from pageferry.router.request_span import attributes_at_start, describe_request, set_outcome
+from pageferry.router.serving import Serving
 from pageferry.router.states import num_active
-from pageferry.router.telemetry import Telemetry
 from pageferry.router.tenant import Caller
 from pageferry.router.work import ask_of, demand_of
 from pageferry.router.workers import Role
@@ -90,25 +88,20 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """Chooses for gateways, each worker by the endpoint of the router beside it: the worker's host, and `port`."""
+    """Chooses for gateways, each worker by the endpoint of the router beside it: its host, and the picker's port."""
 
-    port: int
-    wait_s: float  # for room
-    fleet: Fleet
-    dispatcher: Dispatcher
+    serving: Serving
     admission: Admission
     check_caller: Callable[[Sequence[str]], Caller]
-    telemetry: Telemetry
-    clock: Callable[[], float]
-    metrics: PickMetrics
     live: LiveRequests
+    metrics: PickMetrics
 
     async def pick(self, question: Question) -> Place:
         """Raises the PageferryError of a request that is wrong, or that no worker can take."""
         with self._counted(), self.live.looked_at():
             caller = self.check_caller(question.authorization)
             attributes = attributes_at_start(question.request, self.admission.model) | caller.attributes
-            span = self.telemetry.tracer.start_span(PICK_SPAN, question.parent, SpanKind.SERVER, attributes)
+            span = self.serving.telemetry.tracer.start_span(PICK_SPAN, question.parent, SpanKind.SERVER, attributes)
             try:
                 return await self._place(question, caller, span)
             except PageferryError as error:
@@ -119,25 +112,27 @@ class Picks:
 
     def any(self, only: frozenset[str] | None) -> Place:
         """For what is no generation: the least busy. Raises UnavailableError."""
-        ready = [worker for worker in self.fleet.ready(Role.DECODE) if only is None or self._of(worker.address) in only]
+        fleet = self.serving.fleet
+        ready = [worker for worker in fleet.ready(Role.DECODE) if only is None or self._of(worker.address) in only]
         if not ready:
-            reason = self.fleet.why_hopeless() or "no decode worker is ready that the gateway allows"
+            reason = fleet.why_hopeless() or "no decode worker is ready that the gateway allows"
             raise UnavailableError(reason, reason="NO_WORKER", retry_after_ms=RETRY_AFTER_MS)
         ready.sort(key=lambda worker: (num_active(worker), worker.address))
         return Place(tuple(self._of(worker.address) for worker in ready[:MAX_ENDPOINTS]))
 
     async def _place(self, question: Question, caller: Caller, span: Span) -> Place:
+        fleet, dispatcher = self.serving.fleet, self.serving.dispatcher
         with caller.account.coming():
-            self.dispatcher.check_room()
+            dispatcher.check_room()
             admitted = await self.admission.admit(question.request, caller.tenant, caller.salt)
         describe_request(span, admitted)
         ask = ask_of(admitted, demand_of(admitted, 0, local_only=False, near=""), question.deadline)
         if question.only is not None:
-            decodes = self.fleet.of(Role.DECODE)
+            decodes = fleet.of(Role.DECODE)
             ask.only = frozenset(one.address for one in decodes if self._of(one.address) in question.only)
-        self.dispatcher.enqueue(ask)
+        dispatcher.enqueue(ask)
         with ExitStack() as stack:
-            stack.callback(self.dispatcher.abandon, ask)
+            stack.callback(dispatcher.abandon, ask)
             grant = await self._granted(ask)
             endpoints = self._endpoints(ask, grant, question.only, span)
             span.set_attribute("pageferry.pick.tokenize_ms", admitted.tokenize_s * 1000)
@@ -146,19 +141,20 @@ class Picks:
             return Place(endpoints, traceparent, grant, stack.pop_all().close)
 
     async def _granted(self, ask: Ask) -> Grant:
+        wait_s = self.serving.config.picker_wait_s
         try:
-            async with asyncio.timeout(self.wait_s):
-                return await self.dispatcher.wait(ask)
+            async with asyncio.timeout(wait_s):
+                return await self.serving.dispatcher.wait(ask)
         except TimeoutError:
             raise ResourceExhaustedError(
-                f"no worker had room for the request within {self.wait_s:g} s (router.picker_wait_s)",
+                f"no worker had room for the request within {wait_s:g} s (router.picker_wait_s)",
                 reason="NO_ROOM",
                 retry_after_ms=RETRY_AFTER_MS,
             ) from None
 
     def _endpoints(self, ask: Ask, grant: Grant, only: frozenset[str] | None, span: Span) -> tuple[str, ...]:
         """The granted worker's, then those of others that have room; of a single token, which takes none, any."""
-        others = self.dispatcher.preferred(ask)
+        others = self.serving.dispatcher.preferred(ask)
         if grant.decode is not None:
             others = [one for one in others if one[0].address != grant.decode.address]
         others = others[: MAX_ENDPOINTS - (grant.decode is not None)]
@@ -179,11 +175,11 @@ class Picks:
         return endpoints
 
     def _of(self, address: str) -> str:
-        return f"{address.rpartition(':')[0]}:{self.port}"
+        return f"{address.rpartition(':')[0]}:{self.serving.config.picker_port}"
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        began, outcome = self.clock(), "internal"
+        began, outcome = self.serving.clock(), "internal"
         try:
             yield
             outcome = PICKED
@@ -194,4 +190,4 @@ class Picks:
             outcome = "cancelled"
             raise
         finally:
-            self.metrics.count(outcome, self.clock() - began)
+            self.metrics.count(outcome, self.serving.clock() - began)
