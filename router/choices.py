@@ -4,10 +4,9 @@ The first goes first. The others begin once a decode worker has its prompt, and 
 each computes what lies behind them, at most a page, and takes pages of its own for that and for what it generates.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager
+from functools import partial
 
 from opentelemetry.context import Context
 from opentelemetry.trace import set_span_in_context
@@ -16,6 +15,7 @@ from pageferry.core.errors import PageferryError
 from pageferry.router.admission import Admitted
 from pageferry.router.answer import Answer
 from pageferry.router.beam import answers_of
+from pageferry.router.merged import merged
 from pageferry.router.request import Generation
 from pageferry.router.request_span import Timeline
 from pageferry.router.serving import Serving
@@ -26,15 +26,7 @@ from pageferry.v1.types_pb2 import Usage
 
 Events = AsyncGenerator[pb.GenerateResponse, None]
 CHOICE_SPAN = "choice"
-
-
-@dataclass(slots=True)
-class _News:
-    """More of an answer, or, without a delta, its end; or the error that ends the request."""
-
-    choice: int
-    delta: pb.Delta | None = None
-    error: Exception | None = None
+_Deltas = AsyncGenerator[pb.Delta | None, None]  # of an answer; None: it has ended
 
 
 class Choices:
@@ -85,10 +77,13 @@ class Choices:
                                 yield event
                     best = answers[0]
             else:
-                answers = [Answer() for _ in range(self._admitted.num_choices)]
-                async with aclosing(self._news(stack, deadline)) as all_news:
-                    async for news in all_news:
-                        for event in self._take(news, answers):
+                num_choices = self._admitted.num_choices
+                answers = [Answer() for _ in range(num_choices)]
+                begin = [partial(self._deltas, choice, stack, deadline) for choice in range(num_choices)]
+                # What is not read stays where it is counted, and merged.
+                async with aclosing(merged(begin, at_once=num_choices, max_unread=1)) as all_deltas:
+                    async for choice, more in all_deltas:
+                        for event in self._take(choice, more, answers):
                             yield event
                 if self._admitted.is_ranked:
                     answers = ranked(answers, self._admitted)
@@ -124,62 +119,33 @@ class Choices:
             stack.enter_context(generation.asked(deadline, near))
             yield generation
 
-    async def _news(self, first: ExitStack, deadline: float | None) -> AsyncGenerator[_News, None]:
-        """What comes of all answers, as it comes. `first` holds the first one's `_asked`."""
-        # One item: what is not read stays where it is counted, and merged.
-        queue: asyncio.Queue[_News] = asyncio.Queue(1)
-        tasks = [asyncio.create_task(self._read_first(first, queue))]
-        tasks += [
-            asyncio.create_task(self._read_other(choice, deadline, queue))
-            for choice in range(1, self._admitted.num_choices)
-        ]
-        num_left = len(tasks)
-        try:
-            while num_left:
-                news = await queue.get()
-                if news.error is not None:
-                    raise news.error
-                num_left -= news.delta is None
-                yield news
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _read_first(self, asked: ExitStack, queue: "asyncio.Queue[_News]") -> None:
-        with asked.pop_all():
-            await self._read(0, queue)
-
-    async def _read_other(self, choice: int, deadline: float | None, queue: "asyncio.Queue[_News]") -> None:
-        first = self._generations[0]
-        await first.stored.wait()
-        try:
-            with self._asked(choice, deadline, first.decode):
-                await self._read(choice, queue)
-        except Exception as error:  # it could not wait for workers
-            await queue.put(_News(choice, error=error))
-
-    async def _read(self, choice: int, queue: "asyncio.Queue[_News]") -> None:
-        try:
+    async def _deltas(
+        self, choice: int, first: ExitStack, deadline: float | None
+    ) -> AsyncGenerator[pb.Delta | None, None]:
+        """`first` holds the first answer's `_asked`."""
+        if choice == 0:
+            asked: AbstractContextManager[object] = first.pop_all()
+        else:
+            other = self._generations[0]
+            await other.stored.wait()
+            asked = self._asked(choice, deadline, other.decode)
+        with asked:
             async with aclosing(self._generations[choice].deltas()) as deltas:
                 async for delta in deltas:
-                    await queue.put(_News(choice, delta))
-            end = _News(choice)
-        except Exception as error:
-            end = _News(choice, error=error)
-        await queue.put(end)
+                    yield delta
+            yield None
 
-    def _take(self, news: _News, answers: list[Answer]) -> Iterator[pb.GenerateResponse]:
+    def _take(self, choice: int, delta: pb.Delta | None, answers: list[Answer]) -> Iterator[pb.GenerateResponse]:
         """What is told of it now: nothing, where answers are compared."""
         is_ranked = self._admitted.is_ranked
-        if news.delta is None:
-            answers[news.choice] = self._ended(news.choice, answers[news.choice].deltas)
+        if delta is None:
+            answers[choice] = self._ended(choice, answers[choice].deltas)
             if not is_ranked:
-                yield answers[news.choice].end(news.choice)
+                yield answers[choice].end(choice)
         elif is_ranked:
-            answers[news.choice].deltas.append(news.delta)
+            answers[choice].deltas.append(delta)
         else:
-            yield pb.GenerateResponse(delta=news.delta)
+            yield pb.GenerateResponse(delta=delta)
 
     def _beams(self, search: Generation) -> list[Answer]:
         texts = [text_of(self._admitted, self._pieces) for _ in range(self._admitted.n)]
