@@ -157,14 +157,17 @@ def test_a_forged_span_stands_in_no_place_of_an_own_one(is_first: bool) -> None:
 
 def test_forged_spans_take_no_room_from_own_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_trace, "MAX_SPANS_PER_TRACE", 3)
-    store = TraceStore(3, 1)
+    store = TraceStore(6, 1)
     tracer = tracer_of(store)
     store.add([group("router", *(a_span(trace_id(1), f"s{number}") for number in range(5)))])
-    for number in (1, 2, 3):
+    for number in (1, 2, 3, 4):
         serve(tracer, number, error="INTERNAL" if number == 1 else "")
-    store.add([group("router", *(ended(number, error="INTERNAL") for number in range(4, 30)))])
-    assert kept(store, range(30)) == [1, 2, 3]
+    store.add([group("router", *(ended(number, error="INTERNAL") for number in range(5, 30)))])
+    assert kept(store, range(30)) == [1, 3, 4, 27, 28, 29]
     assert names(store.get("req-1"))[0] == ("router", "pageferry.request")
+    monkeypatch.setattr(trace_store, "MAX_BYTES", 5000)
+    store.add([group("router", a_span(trace_id(30), "x" * 4900))])
+    assert kept(store, range(30)) == [1, 3, 4]
 
 
 def test_spans_of_a_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,9 +321,8 @@ def test_what_failed_or_was_slow_is_kept_when_others_push_it_out(
         serve(tracer, number)
     assert kept(store, range(1, 11)) == ([1, 8, 9, 10] if is_kept else [7, 8, 9, 10])
     store.add([group("decode", a_span(trace_id(1), "decode.generate"))])  # as workers do, after the request's end
-    assert kept(store, range(1, 11)) == ([1, 8, 9, 10] if is_kept else [7, 8, 9, 10])
-    if is_kept:
-        assert names(store.get("req-1"))[-1] == ("decode", "decode.generate")
+    assert names(store.get(trace_id(1).hex()))[-1] == ("decode", "decode.generate")
+    assert len(names(store.get(trace_id(1).hex()))) == (1 + is_kept if is_own else 1 + 2 * is_kept)
 
 
 def test_the_last_failures_are_kept_and_never_all_there_is_room_for() -> None:

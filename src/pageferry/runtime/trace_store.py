@@ -46,9 +46,10 @@ _NO_FAULT = {
 class TraceStore(sdk.SpanProcessor):
     """Bounded by traces, by spans and bytes a trace, and by bytes in all. Any thread may call.
 
-    Where there are too many, the trace touched longest ago goes: first of those without a span of our own, last of
-    requests that failed or were slow, as long as there are not `num_kept` later ones; none of a request that is live.
-    Whatever workers tell of a trace later on, when it is kept, stands beside what is there.
+    Where there are too many, the trace touched longest ago goes, but not one of a request that is live, and one of a
+    request that failed or was slow only once there are `num_kept` later ones. Those without a span of our own go first
+    where they are more than half, or it is bytes that are too many. Whatever workers tell of a trace later on, when it
+    is kept, stands beside what is there.
 
     What was sent may be forged. So a request's id names the last trace of our own that has it, or else the first one
     that was sent; and what was sent decides neither which trace is the latest, nor what our own spans say.
@@ -193,8 +194,13 @@ class TraceStore(sdk.SpanProcessor):
         self._make_room()
 
     def _make_room(self) -> None:
-        while self._num_bytes > MAX_BYTES or len(self) - len(self._live) > self._max_traces:
-            if not (traces := self._foreign or self._past or self._notable):  # what is left is live
+        while (too_large := self._num_bytes > MAX_BYTES) or len(self) - len(self._live) > self._max_traces:
+            own = self._past or self._notable
+            if too_large or len(self._foreign) > self._max_traces // 2:
+                traces = self._foreign or own
+            else:
+                traces = own
+            if not traces:  # what is left is live
                 return
             trace_id, trace = traces.popitem(last=False)
             self._num_bytes -= trace.num_bytes
