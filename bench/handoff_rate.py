@@ -40,8 +40,9 @@ from pageferry.kernels.cpu_library import copy_functions
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.frames import FrameKey
 from pageferry.runtime.malloc import keep_freed_memory
+from pageferry.runtime.page_transfer import PushParts
 from pageferry.runtime.page_wire import add_page_service
-from pageferry.runtime.push import PushClient, PushParts
+from pageferry.runtime.push import PushClient
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.tickets import Grant

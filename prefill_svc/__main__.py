@@ -13,7 +13,7 @@ from pageferry.prefill_svc.shipping import DecodeChannels
 from pageferry.prefill_svc.step import PrefillStep
 from pageferry.prefill_svc.worker import PrefillWorker
 from pageferry.runtime.channels import open_channel
-from pageferry.runtime.push import PushParts
+from pageferry.runtime.page_transfer import PushParts
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_main import LoadedEngine, WorkerMain, WorkerParts
 from pageferry.runtime.worker_process import run_worker

@@ -12,7 +12,8 @@ from pageferry.core.layout import PageKey, Place
 from pageferry.core.plan import SampledToken
 from pageferry.core.sender import HandoffStats
 from pageferry.runtime.logs import log
-from pageferry.runtime.push import PushClient, PushParts
+from pageferry.runtime.page_transfer import PushParts
+from pageferry.runtime.push import PushClient
 from pageferry.v1.prefill_pb2 import HandoffTarget
 
 MAX_IDLE_CHANNELS = 16

@@ -19,7 +19,7 @@ from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
 from pageferry.prefill_svc.step import Drawn, Event, Failed, PrefillStep
 from pageferry.runtime.convert import finish_to_proto, layout_from_proto, prompt_logprobs_to_proto, token_to_proto
 from pageferry.runtime.convert_work import work_from_proto
-from pageferry.runtime.push import PushParts
+from pageferry.runtime.page_transfer import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import WorkCalls, counted, profile_attributes
 from pageferry.runtime.worker_step import ChunkDone, StepDone

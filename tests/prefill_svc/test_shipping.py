@@ -17,7 +17,7 @@ from pageferry.core.pool import PageId
 from pageferry.core.sender import HandoffStats
 from pageferry.prefill_svc.shipping import DecodeChannels, Shipment
 from pageferry.runtime.channels import open_channel
-from pageferry.runtime.push import PushParts
+from pageferry.runtime.page_transfer import PushParts
 from pageferry.v1.prefill_pb2 import HandoffTarget
 
 TRACER = TracerProvider(shutdown_on_exit=False).get_tracer("test")

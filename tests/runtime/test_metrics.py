@@ -18,7 +18,7 @@ from pageferry.router.metrics import RouterMetrics
 from pageferry.runtime.carriers import INLINE, SHM
 from pageferry.runtime.gpu_use import GpuUse, open_gpu
 from pageferry.runtime.metrics import SECONDS, Metrics
-from pageferry.runtime.push_figures import RECEIVED, SENT, PushFigures
+from pageferry.runtime.push_report import RECEIVED, SENT, PushFigures
 from pageferry.runtime.worker_metrics import StepFigures, WorkerFacts, WorkerMetrics
 from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 

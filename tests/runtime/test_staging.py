@@ -32,8 +32,9 @@ from pageferry.runtime import staging
 from pageferry.runtime.channels import open_channel
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.errors import from_rpc_error
+from pageferry.runtime.page_transfer import PushParts
 from pageferry.runtime.page_wire import add_page_service, push_call
-from pageferry.runtime.push import PushClient, PushParts
+from pageferry.runtime.push import PushClient
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.shared_regions import SharedRegion, SharedRegions

@@ -42,7 +42,7 @@ from pageferry.runtime.convert import layout_to_proto
 from pageferry.runtime.convert_work import work_to_proto
 from pageferry.runtime.errors import from_rpc_error
 from pageferry.runtime.frames import sealed
-from pageferry.runtime.push import PushParts
+from pageferry.runtime.page_transfer import PushParts
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.worker_hub import WorkerHub

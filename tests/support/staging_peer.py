@@ -13,8 +13,9 @@ from pages import REQUEST, TICKET, FakeDesk, MemoryPages, numbered, small_layout
 
 from pageferry.core.config import HandoffConfig, ServerConfig
 from pageferry.runtime.channels import open_channel
+from pageferry.runtime.page_transfer import PushParts
 from pageferry.runtime.page_wire import add_page_service
-from pageferry.runtime.push import PushClient, PushParts
+from pageferry.runtime.push import PushClient
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.server import GrpcServer
 from pageferry.runtime.shared_regions import SharedRegions

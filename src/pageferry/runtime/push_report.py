@@ -1,7 +1,8 @@
-"""What the sending end of a push tells of it: the span `kv.push`, and its figures once it is over."""
+"""What a push of pages came to, as both of its ends tell it, and the span `kv.push` of the sending end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 from opentelemetry.trace import SpanKind, Tracer
@@ -10,12 +11,27 @@ from pageferry.core.errors import PageferryError
 from pageferry.core.handoff_tables import SenderState
 from pageferry.core.layout import CacheLayout
 from pageferry.core.page_io import DeviceClock
-from pageferry.core.sender import Sender
+from pageferry.core.sender import HandoffStats, Sender
 from pageferry.runtime.device_spans import CopyTimes
 from pageferry.runtime.frames import TRANSPORT, describe_pages, describe_timing
 from pageferry.runtime.metrics import exemplar_of
-from pageferry.runtime.push_figures import SENT, PushFigures
 from pageferry.runtime.rpc_spans import PUSH_METHOD, PUSH_SPAN, end_span, rpc_attributes
+
+SENT, RECEIVED = "sent", "received"
+
+
+@dataclass(frozen=True, slots=True)
+class PushFigures:
+    """Of a push that is over."""
+
+    direction: str  # SENT or RECEIVED
+    transport: str
+    pages: int
+    num_bytes: int
+    stalled_s: float = 0.0  # that the sender waited for the receiver
+    stats: HandoffStats | None = None  # of a sender whose push is committed
+    failure: str | None = None  # the reason of what broke it off
+    exemplar: dict[str, str] | None = None  # its trace
 
 
 class PushReport:

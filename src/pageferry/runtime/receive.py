@@ -26,7 +26,7 @@ from pageferry.runtime.frames import (
     describe_pages,
     first_token_of,
 )
-from pageferry.runtime.push_figures import RECEIVED, PushFigures
+from pageferry.runtime.push_report import RECEIVED, PushFigures
 from pageferry.runtime.staging import OwnRegion, OwnRegions
 from pageferry.runtime.tickets import Grant, TicketDesk
 from pageferry.v1 import page_pb2, page_pb2_grpc

@@ -8,7 +8,7 @@ from pageferry.core.load import ReportTimer, Smoothed
 from pageferry.core.pool import PagePool
 from pageferry.core.pools import PagePools
 from pageferry.core.scheduler import Scheduler
-from pageferry.runtime.push_figures import PushFigures
+from pageferry.runtime.push_report import PushFigures
 from pageferry.runtime.worker_hub import WorkerHub
 from pageferry.runtime.worker_metrics import StepFigures, WorkerMetrics
 from pageferry.v1.inference_pb2 import PoolLoad, PriorityLoad, WorkerLoad

@@ -10,7 +10,7 @@ from pageferry.core.layout import TAIL_FORMAT, CacheLayout
 from pageferry.runtime.carriers import INLINE, SHM
 from pageferry.runtime.gpu_use import GpuUse
 from pageferry.runtime.metrics import OTHER, SECONDS, Metrics, Reading, bound
-from pageferry.runtime.push_figures import RECEIVED, SENT, PushFigures
+from pageferry.runtime.push_report import RECEIVED, SENT, PushFigures
 from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 
 _TOKENS_PER_STEP = (1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16)
