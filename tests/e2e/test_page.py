@@ -174,6 +174,24 @@ async def test_a_stranger_s_spans_are_rows_once_each_as_text() -> None:
         assert await page.evaluate("window.hurt") is None
 
 
+async def test_a_row_that_is_open_stays_open_when_more_spans_come() -> None:
+    frontend = Shown()
+    late = frontend.trace.resource_spans.pop(0)
+    async with shown(frontend) as url, visiting("about:blank") as page:
+        await page.clock.install(time=0)
+        await page.clock.pause_at(1)  # so that spans are asked for when the test says
+        await page.goto(f"{url}/#trace={TRACE_ID.hex()}")
+        await page.click('.fall[data-span="kv.push"]')
+        frontend.trace.resource_spans.append(late)
+        await page.clock.run_for(400)
+        await page.wait_for_selector('.fall[data-span="decode.generate"]')
+        assert await page.locator(".attributes").count() == 1
+        assert "pageferry.handoff.hidden" in await text_of(page, ".attributes")
+        await page.click('.fall[data-span="kv.push"]')
+        await page.click("text=Hand-off")
+        assert await page.locator(".attributes").count() == 0
+
+
 async def test_whatever_names_are_given_they_are_shown_as_text() -> None:
     frontend = Shown((fake.started(), fake.delta(HOSTILE), fake.finished()), model=HOSTILE)
     frontend.workers[0].address = frontend.workers[0].reason = HOSTILE
