@@ -17,7 +17,7 @@ from pageferry.v1 import inference_pb2 as pb
 
 LONG_PROMPT = 3900  # tokens: sixty steps of a prefill worker
 SOON_S = 15.0  # far below the lease of 30 s, and far above what anything takes, also on a machine that is busy
-SILENT_S = 200.0  # of a request that waits for a silent worker, which is given up after 12 s and a little
+SILENT_S = 200.0  # of a request that waits for a silent worker, which is given up after 6 s and a little
 MOMENTS = ("prefilling", "drawn", "decoding")
 
 
