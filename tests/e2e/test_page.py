@@ -13,7 +13,7 @@ from cluster import Cluster
 from fake_frontend import FakeFrontend
 from fake_trace import TRACE_ID, example, of_service, span
 from gateway import serving
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 
 from pageferry.core.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
 from pageferry.router.gateway.page import Page
@@ -37,6 +37,9 @@ TOLD_OF_FIRST_TOKENS = """(last) => {
   showCharts();
   return document.querySelector(".chart .now").textContent;
 }"""
+ENDS_OF_NAMES = """all => all.map(one => {
+  return [one.getBoundingClientRect().right, one.parentNode.getBoundingClientRect().toJSON()];
+})"""
 HOSTILE = '"><img src=x onerror="window.hurt=1"><script>window.hurt=1</script>{{7*7}}'
 
 
@@ -209,6 +212,53 @@ async def test_whatever_names_are_given_they_are_shown_as_text() -> None:
         assert await page.evaluate("[window.hurt, document.querySelectorAll('img, main script').length]") == [None, 0]
 
 
+@pytest.mark.parametrize("size", SIZES)
+async def test_many_workers_are_told_apart_and_those_in_trouble_stand_first(size: str) -> None:
+    frontend = Shown()
+    frontend.workers = [
+        pb.WorkerStatus(role=role, address=f"pageferry-{role}-{number}.pageferry.svc.cluster.local:7000", state="ready")
+        for role, num_workers in (("prefill", 16), ("decode", 34))
+        for number in range(num_workers)
+    ]
+    down = frontend.workers[-1]
+    down.state, down.reason, down.load.running = "down", "it does not answer", 7
+    async with shown(frontend) as url, visiting(url, size=size) as page:
+        first = page.locator(".node.decode").first
+        assert (await first.inner_text()).split() == ["pageferry-decode-33", "down", "it", "does", "not", "answer"]
+        names = page.locator(".node.prefill b bdi, .node.decode b bdi")
+        assert len(set(await names.all_inner_texts())) == 50
+        for end, frame in await names.evaluate_all(ENDS_OF_NAMES):
+            assert end <= frame["right"] + 1 and frame["width"] > 60, "what tells a name from others is cut off"
+        assert await overflow(page) <= 0
+
+
+async def test_a_trace_tells_tries_that_failed_from_what_was_handed_over_and_steps_are_one_row() -> None:
+    frontend = Shown()
+    pages = {"pageferry__handoff__pages": 2, "pageferry__handoff__bytes": 2000, "pageferry__handoff__format": "int8"}
+    spans = [
+        span((1, 0), "pageferry.request", "server", (0, 90), pageferry__resumed_at=0, pageferry__ttft__delivery_ms=9)
+    ]
+    spans += [
+        span((number, 1), "kv.push", "client", (number, 40), **pages if number > 2 else {}) for number in (2, 3, 4)
+    ]
+    spans[1].status.code = Status.STATUS_CODE_ERROR
+    spans += [span((number, 0), "decode.step", "", (number, number + 1)) for number in range(50, 80)]
+    frontend.trace.CopyFrom(TracesData(resource_spans=[of_service("pageferry-decode", *spans)]))
+    async with shown(frontend) as url, visiting(f"{url}/#trace={TRACE_ID.hex()}") as page:
+        await page.wait_for_selector(".falls")
+        rows = await page.locator(".fall[data-span]").all_inner_texts()
+        assert [" ".join(row.split()[1:3]) for row in rows] == [
+            "pageferry.request 90",
+            "kv.push failed",
+            "kv.push 37",
+            "kv.push 36",
+            "decode.step ×",
+        ]
+        assert "× 30" in rows[-1] and await page.locator('[data-span="decode.step"] .lane i').count() == 30
+        told = await text_of(page, "#trace-body")
+        assert "4 pages, 4.0 kB, int8" in told and "delivery, and tries that failed 9.0 ms" in told
+
+
 async def test_a_failure_of_the_script_and_of_the_router_is_shown() -> None:
     frontend = Shown()
     expected = "planted|ERR_CONNECTION_REFUSED"
@@ -222,6 +272,7 @@ async def test_a_failure_of_the_script_and_of_the_router_is_shown() -> None:
             assert await text_of(page, "#problems") == ""
         await page.wait_for_selector("text=The router can't be asked")
         assert await text_of(page, "#readiness") == "not reached"
+        assert float(await page.evaluate("getComputedStyle(document.querySelector('.view')).opacity")) < 1
 
 
 async def test_a_key_is_asked_for_and_kept_for_the_tab_only() -> None:
