@@ -16,8 +16,8 @@ from pageferry.router.feed import FedCall
 from pageferry.router.merged_calls import Item, MergedCalls
 from pageferry.router.policy import Source
 from pageferry.router.progress import Progress
-from pageferry.router.request_span import Timeline, TryTimes
 from pageferry.router.serving import Serving
+from pageferry.router.timeline import Timeline, TryTimes
 from pageferry.router.workers import Role, Worker
 from pageferry.v1 import decode_pb2, prefill_pb2, types_pb2 as types
 

@@ -17,8 +17,8 @@ from pageferry.router.answer import Answer
 from pageferry.router.beam import answers_of
 from pageferry.router.merged import merged
 from pageferry.router.request import Generation
-from pageferry.router.request_span import Timeline
 from pageferry.router.serving import Serving
+from pageferry.router.timeline import Timeline
 from pageferry.text.detokenize import TextStream
 from pageferry.text.pieces import Pieces
 from pageferry.v1 import inference_pb2 as pb

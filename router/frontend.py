@@ -29,11 +29,12 @@ from pageferry.router.live import LiveRequests
 from pageferry.router.pick_metrics import PickMetrics
 from pageferry.router.picks import Picks
 from pageferry.router.profiles import Profiles
-from pageferry.router.request_span import Timeline, attributes_at_start, describe_request, started_of
+from pageferry.router.request_span import attributes_at_start, describe_request, started_of
 from pageferry.router.serving import Serving
 from pageferry.router.states import limits_of
 from pageferry.router.telemetry import Telemetry
 from pageferry.router.tenant import Caller, Callers
+from pageferry.router.timeline import Timeline
 from pageferry.runtime.trace_store import REQUEST_SPAN
 from pageferry.text.tokenizer import Tokenizer
 from pageferry.v1 import inference_pb2 as pb
@@ -114,9 +115,8 @@ class Frontend:
         caller = self.check_caller(authorization)
         timeline = Timeline(self.clock(), request_id=request.request_id[:MAX_REQUEST_ID_CHARACTERS])
         attributes = {**attributes_at_start(request, self._model.name), **caller.attributes, **protocol}
-        span = self._telemetry.tracer.start_span(
-            REQUEST_SPAN, parent or Context(), SpanKind.SERVER, attributes, start_time=timeline.arrival_ns
-        )
+        tracer, parent = self._telemetry.tracer, parent or Context()
+        span = tracer.start_span(REQUEST_SPAN, parent, SpanKind.SERVER, attributes, start_time=timeline.arrival_ns)
         outcome: FinishReason | PageferryError | None = None
         try:
             async with aclosing(self._generate(request, caller, deadline, timeline, span)) as events:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, set_span_in_context
+from opentelemetry.trace import Span, SpanKind
 
 from pageferry.core.errors import PageferryError, ResourceExhaustedError, UnavailableError
 from pageferry.router.able import RETRY_AFTER_MS
@@ -19,13 +19,12 @@ from pageferry.router.ask import Ask, Grant
 from pageferry.router.gateway.errors import in_the_body_s_words
 from pageferry.router.live import LiveRequests
 from pageferry.router.pick_metrics import PICKED, PickMetrics
-from pageferry.router.request_span import attributes_at_start, describe_request, set_outcome
+from pageferry.router.request_span import attributes_at_start, describe_request, set_outcome, traceparent_of
 from pageferry.router.serving import Serving
 from pageferry.router.states import num_active
 from pageferry.router.tenant import Caller
 from pageferry.router.work import ask_of, demand_of
 from pageferry.router.workers import Role
-from pageferry.runtime.rpc_spans import inject_context
 from pageferry.v1.inference_pb2 import GenerateRequest
 
 PICK_SPAN = "pageferry.pick"
@@ -137,8 +136,7 @@ class Picks:
             endpoints = self._endpoints(ask, grant, question.only, span)
             span.set_attribute("pageferry.pick.tokenize_ms", admitted.tokenize_s * 1000)
             span.set_attribute("pageferry.pick.queue_ms", (grant.ended - ask.enqueued) * 1000)
-            traceparent = inject_context(set_span_in_context(span)).get("traceparent", "")
-            return Place(endpoints, traceparent, grant, stack.pop_all().close)
+            return Place(endpoints, traceparent_of(span), grant, stack.pop_all().close)
 
     async def _granted(self, ask: Ask) -> Grant:
         wait_s = self.serving.config.picker_wait_s

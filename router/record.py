@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from pageferry.router.request_span import Timeline
+from pageferry.router.timeline import Timeline
 
 KEPT_REQUESTS = 1000
 KEPT_POINTS = 300

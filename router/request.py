@@ -15,9 +15,9 @@ from pageferry.router.attempt import Attempt, Tokens
 from pageferry.router.candidates import Demand
 from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.recovery import Recovery
-from pageferry.router.request_span import Timeline
 from pageferry.router.serving import Serving
 from pageferry.router.telemetry import PastSpans
+from pageferry.router.timeline import Timeline
 from pageferry.router.work import ask_of, demand_of, work_of
 from pageferry.runtime.convert import finish_to_proto
 from pageferry.runtime.convert_work import work_to_proto

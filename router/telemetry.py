@@ -10,7 +10,8 @@ from opentelemetry.util.types import AttributeValue
 from pageferry.core.errors import DataLossError, InternalError, PageferryError
 from pageferry.router.metrics import RouterMetrics
 from pageferry.router.record import Record
-from pageferry.router.request_span import Timeline, describe_usage, set_outcome
+from pageferry.router.request_span import describe_times, describe_usage, set_outcome
+from pageferry.router.timeline import Timeline
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import exemplar_of
 from pageferry.runtime.telemetry import record_span
@@ -53,7 +54,7 @@ class Telemetry:
         self, span: Span, timeline: Timeline, model: str, outcome: FinishReason | PageferryError, now: float
     ) -> None:
         """The request is over: of those that fail, no duration is counted."""
-        timeline.describe(span, now)
+        describe_times(span, timeline, now)
         for objective, met in timeline.objectives().items():
             self.metrics.count_objective(timeline.profile_name, objective, met=met)
         name = set_outcome(span, outcome)

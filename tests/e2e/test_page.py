@@ -18,7 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 from pageferry.core.errors import NotFoundError, PermissionDeniedError, UnauthenticatedError
 from pageferry.router.gateway.page import Page
 from pageferry.router.record import Record
-from pageferry.router.request_span import Timeline
+from pageferry.router.timeline import Timeline
 from pageferry.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.slow

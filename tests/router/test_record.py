@@ -7,7 +7,7 @@ from hand_clock import HandClock
 
 from pageferry.router import record as record_module
 from pageferry.router.record import KEPT_POINTS, KEPT_REQUESTS, Point, Record
-from pageferry.router.request_span import Timeline
+from pageferry.router.timeline import Timeline
 from pageferry.v1.types_pb2 import Usage
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pageferry.router.request_span import Timeline, TryTimes
+from pageferry.router.timeline import Timeline, TryTimes
 from pageferry.v1.decode_pb2 import FirstSteps, Reserved
 from pageferry.v1.inference_pb2 import HandoffStats, Timings
 from pageferry.v1.prefill_pb2 import FirstToken, Shipped
