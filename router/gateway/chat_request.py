@@ -1,7 +1,7 @@
 """The body of POST /v1/chat/completions."""
 
 from pageferry.router.gateway.fields import Fields, Reading
-from pageferry.router.gateway.generation_fields import read_generation
+from pageferry.router.gateway.generation_fields import read_generation, read_top_logprobs
 from pageferry.router.gateway.messages import function_tools, read_messages, set_tools
 from pageferry.router.gateway.parsed import Parsed, read_streaming
 from pageferry.router.gateway.strict_json import as_json, decode_json, kind_of
@@ -36,19 +36,12 @@ def parse_chat(body: bytes, reading: Reading) -> Parsed:
         if request.stop.HasField("max_tokens") and request.stop.max_tokens != limit:
             fields.refuse("max_completion_tokens", "differs from max_tokens; set one of them")
         request.stop.max_tokens = limit
-        for of_contract in ("stop.max_tokens", "max_tokens"):
-            fields.sets(of_contract, "max_completion_tokens")
+        fields.sets("max_completion_tokens", "stop.max_tokens", "max_tokens")
     request.chat.messages.extend(read_messages(fields))
     tools = function_tools(fields, nested=True)
     set_tools(request.chat, tools)
     _read_template(fields, request.chat)
-    top_logprobs = fields.integer("top_logprobs")
-    if fields.flag("logprobs"):
-        request.sampling.logprobs = top_logprobs or 0
-        if top_logprobs is not None:
-            fields.sets("logprobs", "top_logprobs")
-    elif top_logprobs:
-        fields.refuse("top_logprobs", "needs logprobs to be true")
+    read_top_logprobs(fields, request.sampling, "needs logprobs to be true", wanted=fields.flag("logprobs"))
     streaming = read_streaming(fields)
     fields.finish("/v1/chat/completions", harmless=HARMLESS, neutral=_NEUTRAL)
     asked_prompt = request.sampling.HasField("prompt_logprobs")

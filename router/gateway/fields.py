@@ -40,9 +40,9 @@ class Fields:
         """The field's name as an error tells it, from the top of the body."""
         return self._path + shown(name)
 
-    def sets(self, of_contract: str, name: str) -> None:
-        """Remember that this field sets one of the contract's, so that an error about that names this one."""
-        self._reading.names[of_contract] = self.path(name)
+    def sets(self, name: str, *of_contract: str) -> None:
+        """Remember that this field sets those of the contract, so that an error about one of them names this one."""
+        self._reading.names.update(dict.fromkeys(of_contract, self.path(name)))
 
     def get(self, name: str) -> Any:
         self._read.add(name)

@@ -56,6 +56,17 @@ def _read_bias(fields: Fields, sampling: types.SamplingParams) -> None:
         sampling.logit_bias[int(name)] = as_number(bias, path)
 
 
+def read_top_logprobs(fields: Fields, sampling: types.SamplingParams, needs: str, *, wanted: bool) -> None:
+    """The field `top_logprobs` where log-probabilities are `wanted`; `needs` says what else it needs for that."""
+    top_logprobs = fields.integer("top_logprobs")
+    if wanted:
+        sampling.logprobs = top_logprobs or 0
+        if top_logprobs is not None:
+            fields.sets("top_logprobs", "logprobs")
+    elif top_logprobs:
+        fields.refuse("top_logprobs", needs)
+
+
 def _read_stop(fields: Fields, request: pb.GenerateRequest) -> None:
     stop = request.stop
     if (limit := fields.integer("max_tokens")) is not None:
@@ -80,8 +91,8 @@ def _read_answers(fields: Fields, request: pb.GenerateRequest) -> None:
             fields.refuse("early_stopping", "needs use_beam_search to be true")
         return
     request.beam.width = best_of or request.n or 1
-    fields.sets("beam", "use_beam_search")
-    fields.sets("beam.width", "best_of" if best_of else "n")
+    fields.sets("use_beam_search", "beam")
+    fields.sets("best_of" if best_of else "n", "beam.width")
     if length_penalty is not None:
         request.beam.length_penalty = length_penalty
     if early_stopping is not None:

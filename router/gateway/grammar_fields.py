@@ -34,8 +34,7 @@ def read_grammar(fields: Fields) -> types.Grammar | None:
 
 def name_grammar(fields: Fields, grammar: types.Grammar, name: str) -> None:
     """Remember the field that set it."""
-    for of_contract in (f"grammar.{grammar.WhichOneof('kind')}", "grammar"):
-        fields.sets(of_contract, name)
+    fields.sets(name, f"grammar.{grammar.WhichOneof('kind')}", "grammar")
 
 
 def read_format(form: Fields, *, nested: bool) -> types.Grammar | None:

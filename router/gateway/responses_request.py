@@ -4,7 +4,7 @@ from typing import Any
 
 from pageferry.router.gateway.chat_request import HARMLESS, NEUTRAL
 from pageferry.router.gateway.fields import Fields, Reading, as_text
-from pageferry.router.gateway.generation_fields import read_generation
+from pageferry.router.gateway.generation_fields import read_generation, read_top_logprobs
 from pageferry.router.gateway.grammar_fields import name_grammar, read_format
 from pageferry.router.gateway.messages import function_tools, read_content, read_message, set_tools
 from pageferry.router.gateway.parsed import Parsed, read_streaming
@@ -31,9 +31,8 @@ def parse_responses(body: bytes, reading: Reading) -> Parsed:
         if fields.get(name) is not None:
             fields.refuse(name, "is not a field of /v1/responses", reason="UNKNOWN_FIELD")
     request = read_generation(fields)
-    fields.sets("chat", "input")
-    for of_contract in ("stop.max_tokens", "max_tokens"):
-        fields.sets(of_contract, "max_output_tokens")
+    fields.sets("input", "chat")
+    fields.sets("max_output_tokens", "stop.max_tokens", "max_tokens")
     if (limit := fields.integer("max_output_tokens")) is not None:
         request.stop.max_tokens = limit
     if (instructions := fields.text("instructions")) is not None:
@@ -61,8 +60,7 @@ def _read_input(fields: Fields, chat: pb.ChatMessages) -> None:
     for item in fields.parts("input"):
         match item.text("type"):
             case None | "message":
-                for of_an_answer in ("id", "status"):
-                    item.get(of_an_answer)
+                _pass_over(item)
                 chat.messages.append(read_message(item, parts=_TEXT_PARTS))
             case "function_call":
                 _add_call(item, chat)
@@ -87,9 +85,14 @@ def _add_call(item: Fields, chat: pb.ChatMessages) -> None:
 
 
 def _finish(item: Fields) -> None:
-    for of_an_answer in ("id", "status"):
-        item.get(of_an_answer)
+    _pass_over(item)
     item.finish("an item")
+
+
+def _pass_over(item: Fields) -> None:
+    """What an item has where it is of an answer that is sent back."""
+    for name in ("id", "status"):
+        item.get(name)
 
 
 def _read_form(fields: Fields, sampling: types.SamplingParams) -> None:
@@ -112,10 +115,4 @@ def _read_logprobs(fields: Fields, sampling: types.SamplingParams) -> None:
         if name != _LOGPROBS:
             shown = kind_of(name)
             fields.refuse("include", f"holds {shown}, may hold {_LOGPROBS} only", reason="UNSUPPORTED_FIELD")
-    top_logprobs = fields.integer("top_logprobs")
-    if included:
-        sampling.logprobs = top_logprobs or 0
-        if top_logprobs is not None:
-            fields.sets("logprobs", "top_logprobs")
-    elif top_logprobs:
-        fields.refuse("top_logprobs", f"needs include to hold {_LOGPROBS}")
+    read_top_logprobs(fields, sampling, f"needs include to hold {_LOGPROBS}", wanted=bool(included))
