@@ -33,29 +33,19 @@ class OpenInferenceServicer(GRPCInferenceServiceServicer):
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
-    async def ServerLive(  # noqa: N802 - named by the contract
-        self, request: oip.ServerLiveRequest, context: Any
-    ) -> oip.ServerLiveResponse:
+    async def ServerLive(self, request: oip.ServerLiveRequest, context: Any) -> oip.ServerLiveResponse:
         return oip.ServerLiveResponse(live=True)
 
-    async def ServerReady(  # noqa: N802 - named by the contract
-        self, request: oip.ServerReadyRequest, context: Any
-    ) -> oip.ServerReadyResponse:
+    async def ServerReady(self, request: oip.ServerReadyRequest, context: Any) -> oip.ServerReadyResponse:
         return oip.ServerReadyResponse(ready=self._frontend.ready)
 
-    async def ServerMetadata(  # noqa: N802 - named by the contract
-        self, request: oip.ServerMetadataRequest, context: Any
-    ) -> oip.ServerMetadataResponse:
+    async def ServerMetadata(self, request: oip.ServerMetadataRequest, context: Any) -> oip.ServerMetadataResponse:
         return oip.ServerMetadataResponse(name=_NAME, version=__version__, extensions=_EXTENSIONS)
 
-    async def ModelReady(  # noqa: N802 - named by the contract
-        self, request: oip.ModelReadyRequest, context: Any
-    ) -> oip.ModelReadyResponse:
+    async def ModelReady(self, request: oip.ModelReadyRequest, context: Any) -> oip.ModelReadyResponse:
         return oip.ModelReadyResponse(ready=self._model(request.name, request.version, context).ready)
 
-    async def ModelMetadata(  # noqa: N802 - named by the contract
-        self, request: oip.ModelMetadataRequest, context: Any
-    ) -> oip.ModelMetadataResponse:
+    async def ModelMetadata(self, request: oip.ModelMetadataRequest, context: Any) -> oip.ModelMetadataResponse:
         model = self._model(request.name, request.version, context)
 
         def tensor(name: str, size: int) -> oip.ModelMetadataResponse.TensorMetadata:
@@ -69,9 +59,7 @@ class OpenInferenceServicer(GRPCInferenceServiceServicer):
             outputs=[tensor(TEXT_OUTPUT, -1), tensor(FINISH_REASON, -1)],
         )
 
-    async def ModelInfer(  # noqa: N802 - named by the contract
-        self, request: oip.ModelInferRequest, context: Any
-    ) -> oip.ModelInferResponse:
+    async def ModelInfer(self, request: oip.ModelInferRequest, context: Any) -> oip.ModelInferResponse:
         self._frontend.check_caller(authorization_of(context))  # before more is done for a stranger
         async with aclosing(self._answers(request, context, streams=False)) as answers:
             async for answer in answers:
@@ -79,7 +67,7 @@ class OpenInferenceServicer(GRPCInferenceServiceServicer):
         raise InternalError("the generation ended without a finish", reason="NO_FINISH")
 
     # A coroutine, since several requests' answers are written as they come.
-    async def ModelStreamInfer(  # type: ignore[override]  # noqa: N802 - named by the contract
+    async def ModelStreamInfer(  # type: ignore[override]
         self, requests: AsyncIterator[oip.ModelInferRequest], context: Any
     ) -> None:
         self._frontend.check_caller(authorization_of(context))

@@ -20,9 +20,7 @@ class InferenceServicer(InferenceServiceServicer):
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
 
-    async def Generate(  # noqa: N802 - named by the contract
-        self, request: pb.GenerateRequest, context: Any
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         left_s = context.time_remaining()
         deadline = None if left_s is None else self._frontend.clock() + left_s
         parent = otel_context.get_current()
@@ -37,24 +35,16 @@ class InferenceServicer(InferenceServiceServicer):
             async for event in events:
                 yield event
 
-    async def Tokenize(  # noqa: N802 - named by the contract
-        self, request: pb.TokenizeRequest, context: Any
-    ) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
         return await self._frontend.tokenize(request, authorization_of(context))
 
-    async def ListModels(  # noqa: N802 - named by the contract
-        self, request: pb.ListModelsRequest, context: Any
-    ) -> pb.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return self._frontend.list_models(authorization_of(context))
 
-    async def GetStatus(  # noqa: N802 - named by the contract
-        self, request: pb.GetStatusRequest, context: Any
-    ) -> pb.GetStatusResponse:
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         return self._frontend.get_status(authorization_of(context))
 
-    async def GetTrace(  # noqa: N802 - named by the contract
-        self, request: pb.GetTraceRequest, context: Any
-    ) -> pb.GetTraceResponse:
+    async def GetTrace(self, request: pb.GetTraceRequest, context: Any) -> pb.GetTraceResponse:
         return self._frontend.get_trace(request, authorization_of(context))
 
 
