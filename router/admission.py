@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pageferry.core.beam import check_beam
 from pageferry.core.config import RouterConfig
 from pageferry.core.errors import (
     FieldViolation,
@@ -16,7 +17,7 @@ from pageferry.core.errors import (
 from pageferry.core.limits import ModelLimits
 from pageferry.core.sampling import BeamParams, SamplingParams, StopParams
 from pageferry.core.tenants import ANYBODY, Tenant
-from pageferry.router.beam import beam_of, check_beside
+from pageferry.router.beam import beam_of
 from pageferry.router.profiles import DEFAULT, Chosen, Profiles
 from pageferry.router.prompts import Prompts, check_ids
 from pageferry.router.room import Limits
@@ -96,9 +97,7 @@ class Admission:
         limits = self._limits()
         beam = beam_of(request, limits.max_num_seqs)
         n, num_choices = _num_choices(request)
-        num_kept = num_choices  # outputs that take pages of their own
-        if beam is not None:
-            num_choices, num_kept = 1, beam.width
+        num_kept = num_choices if beam is None else beam.width  # outputs that take pages of their own
         self._check_fields(request)
         sampling = await self._sampling(request, self._of_model(limits))
         began = self._clock()
@@ -110,7 +109,8 @@ class Admission:
         max_tokens = request.stop.max_tokens if request.stop.HasField("max_tokens") else None
         most = limits.most_tokens(len(prompt_ids), max_tokens, tenant.max_pages, num_kept, is_beam=beam is not None)
         stop = self._stop(request.stop, most)
-        check_beside(beam, sampling, stop)
+        if beam is not None:
+            check_beam(sampling, stop)
         return Admitted(
             request_id=request_id,
             work_id=request_id if tenant is ANYBODY else f"{tenant.name}/{request_id}",
@@ -197,7 +197,7 @@ def _num_choices(request: GenerateRequest) -> tuple[int, int]:
             raise invalid(name, number, f"must be at most {MAX_CHOICES}")
     if request.best_of and n > request.best_of:
         raise invalid("n", n, f"must be at most best_of, {request.best_of}")
-    return n, request.best_of or n
+    return n, 1 if request.HasField("beam") else request.best_of or n
 
 
 def _check_priority(priority: int, tenant: Tenant) -> None:

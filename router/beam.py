@@ -2,9 +2,8 @@
 
 from collections.abc import Iterable
 
-from pageferry.core.beam import check_beam
 from pageferry.core.errors import InternalError, invalid
-from pageferry.core.sampling import BeamParams, SamplingParams, StopParams
+from pageferry.core.sampling import BeamParams
 from pageferry.router.answer import Answer
 from pageferry.runtime.convert_work import beam_from_proto
 from pageferry.text.detokenize import TextStream
@@ -28,12 +27,6 @@ def beam_of(request: pb.GenerateRequest, max_num_seqs: int | None) -> BeamParams
     if request.best_of:
         raise invalid("best_of", request.best_of, "must not be set with beam, which gives its n best hypotheses")
     return beam
-
-
-def check_beside(beam: BeamParams | None, sampling: SamplingParams, stop: StopParams) -> None:
-    """Raise InvalidArgumentError for sampling and stop conditions that a beam search can't have."""
-    if beam is not None:
-        check_beam(sampling, stop)
 
 
 def answers_of(hypotheses: Iterable[Hypothesis], texts: Iterable[TextStream]) -> list[Answer]:

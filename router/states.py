@@ -12,7 +12,7 @@ from pageferry.v1.inference_pb2 import PriorityLoad, WorkerLoad
 _PAGE_SIZE = 16  # while no worker has been seen
 
 
-def prefill_state(worker: Worker, cached_tokens: int, priority: int = 0) -> PrefillState:
+def prefill_state(worker: Worker, cached_tokens: int, priority: int) -> PrefillState:
     """As it is for a request of that priority, to which prompts that are less urgent give way at the next chunk."""
     view = worker.view
     assert view.layout is not None and view.snapshot is not None, "a ready worker has been seen"

@@ -3,17 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from fake_workers import LAYOUT
 
 from pageferry.core.errors import ResourceExhaustedError
-from pageferry.core.formats import PageFormat
-from pageferry.core.groups import full_group
-from pageferry.core.layout import CacheLayout
 from pageferry.router.candidates import DecodeState, Demand, PrefillState
 from pageferry.router.forecast import Forecast, forecast
 
-LAYOUT = CacheLayout(
-    "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)
-)
 PROMPT = Demand(400, 100)
 P = PrefillState("p1", LAYOUT, num_waiting=8, queued_tokens=1600, tokens_per_s=1000, chunk_tokens=256, cached_tokens=0)
 IDLE = replace(P, num_waiting=0, queued_tokens=0)

@@ -3,17 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from fake_workers import LAYOUT
 from hypothesis import given, strategies as st
 
 from pageferry.core.formats import PageFormat
-from pageferry.core.groups import CacheGroup, full_group
-from pageferry.core.layout import CacheLayout
+from pageferry.core.groups import CacheGroup
 from pageferry.router.candidates import DecodeState, Demand, PrefillState
 from pageferry.router.policy import Route, Settings, Source, choose
 
-LAYOUT = CacheLayout(
-    "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)
-)
 OTHER_LAYOUT = replace(LAYOUT, page_size=32)
 SETTINGS = Settings(local_prefill_tokens=32, headroom_pages=1)
 P = PrefillState("p1", LAYOUT, num_waiting=0, queued_tokens=0, tokens_per_s=1000, chunk_tokens=256, cached_tokens=0)

@@ -3,19 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from fake_workers import LAYOUT
 
 from pageferry.core.errors import InvalidArgumentError
-from pageferry.core.formats import PageFormat
-from pageferry.core.groups import CacheGroup, full_group
-from pageferry.core.layout import CacheLayout
+from pageferry.core.groups import CacheGroup
 from pageferry.router.view import WatchGapError, WorkerView
 from pageferry.runtime.convert import layout_to_proto
 from pageferry.v1.inference_pb2 import PoolLoad, WorkerLoad
 from pageferry.v1.worker_pb2 import CacheEvents, Draining, Snapshot, WatchResponse
 
-LAYOUT = CacheLayout(
-    "f" * 32, PageFormat.parse("int8"), page_size=16, num_kv_heads=2, head_dim=16, groups=(full_group(2),)
-)
 GROUPED = replace(LAYOUT, groups=(CacheGroup((0,), window=64), CacheGroup((1,))))
 OLD, NEW = b"o" * 16, b"n" * 16
 HASHES = [bytes([i]) * 16 for i in range(5)]
