@@ -8,7 +8,7 @@ from grpc import StatusCode
 from pageferry.core.errors import PageferryError
 from pageferry.ext_proc import external_processor_pb2 as envoy
 from pageferry.router.gateway.errors import error_body, error_headers, error_status
-from pageferry.router.gateway.generation import dump
+from pageferry.router.gateway.strict_json import dump
 from pageferry.router.picker_request import ENDPOINT, NAMESPACE, Head
 from pageferry.router.picks import Place
 

@@ -5,12 +5,11 @@ an error event, and then the connection is closed without the end of the body.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from opentelemetry.context import Context
 from opentelemetry.util.types import AttributeValue
@@ -22,7 +21,7 @@ from pageferry.router.gateway.errors import in_the_body_s_words
 from pageferry.router.gateway.parsed import Parsed
 from pageferry.router.gateway.reply import Reply
 from pageferry.router.gateway.runs import Events, all_events
-from pageferry.router.gateway.strict_json import Json
+from pageferry.router.gateway.strict_json import Json, dump
 from pageferry.runtime.logs import log
 from pageferry.v1 import inference_pb2 as pb
 
@@ -58,7 +57,7 @@ class Generator(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class Sender:
     """Who sent a body, and how."""
 
     authorization: Sequence[str]
@@ -72,13 +71,13 @@ class GenerationResponse(Response):
     """Runs a body's generations and sends the answer; the client's going away cancels them."""
 
     def __init__(
-        self, frontend: Generator, parsed: Parsed, reply: Reply, caller: Caller, headers: Mapping[str, str]
+        self, frontend: Generator, parsed: Parsed, reply: Reply, sender: Sender, headers: Mapping[str, str]
     ) -> None:
         super().__init__()
         self._frontend = frontend
         self._parsed = parsed
         self._reply = reply
-        self._caller = caller
+        self._sender = sender
         self._more_headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,16 +100,16 @@ class GenerationResponse(Response):
                 await (self._whole(events, send) if self._parsed.streaming is None else self._stream(events, send))
             except PageferryError as error:
                 error.nothing_begun &= self._parsed.num_requests == 1  # what holds for one of several prompts
-                raise in_the_body_s_words(error, self._caller.names) from None
+                raise in_the_body_s_words(error, self._sender.names) from None
 
     def _begin(self, number: int) -> Events:
-        caller = self._caller
+        sender = self._sender
         return self._frontend.generate(
             self._parsed.request_of(number),
-            deadline=caller.deadline,
-            parent=caller.parent,
-            authorization=caller.authorization,
-            protocol=caller.protocol,
+            deadline=sender.deadline,
+            parent=sender.parent,
+            authorization=sender.authorization,
+            protocol=sender.protocol,
         )
 
     async def _whole(self, events: Numbered, send: Send) -> None:
@@ -177,8 +176,3 @@ def _framed(chunk: Json) -> bytes:
     """A server-sent event; one that has a type, as those of /v1/responses, is named by it."""
     name = f"event: {chunk['type']}\n" if "type" in chunk else ""
     return name.encode() + b"data: " + dump(chunk) + b"\n\n"
-
-
-def dump(value: Json | list[Any]) -> bytes:
-    """Compact JSON in UTF-8."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

@@ -34,14 +34,14 @@ from pageferry.router.gateway.envelope import (
 )
 from pageferry.router.gateway.errors import error_body, error_headers, error_status
 from pageferry.router.gateway.fields import Reading
-from pageferry.router.gateway.generation import Caller, GenerationResponse, Generator, dump
+from pageferry.router.gateway.generation import GenerationResponse, Generator, Sender
 from pageferry.router.gateway.logprobs import TokenBytes
 from pageferry.router.gateway.page import Page
 from pageferry.router.gateway.parsed import Parsed
 from pageferry.router.gateway.reply import Reply
 from pageferry.router.gateway.responses_reply import ResponsesReply
 from pageferry.router.gateway.responses_request import parse_responses
-from pageferry.router.gateway.strict_json import Json
+from pageferry.router.gateway.strict_json import Json, dump
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import readable
 from pageferry.runtime.rpc_spans import extract_context
@@ -153,9 +153,9 @@ class _Gateway:
             "http.route": request.url.path,
             "gen_ai.request.stream": streams,
         }
-        caller = Caller(authorization_of(request), parent, deadline, reading.names, protocol)
+        sender = Sender(authorization_of(request), parent, deadline, reading.names, protocol)
         builder = reply(parsed, request_id, int(time.time()), self.frontend.token_bytes)
-        return GenerationResponse(self.frontend, parsed, builder, caller, ignored_header(reading.ignored))
+        return GenerationResponse(self.frontend, parsed, builder, sender, ignored_header(reading.ignored))
 
     def _model(self, entry: pb.Model) -> Json:
         return {

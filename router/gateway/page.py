@@ -16,9 +16,8 @@ from starlette.routing import Route
 
 from pageferry import __version__
 from pageferry.router.gateway.envelope import authorization_of
-from pageferry.router.gateway.generation import dump
 from pageferry.router.gateway.page_json import requests_text, status_text, trace_json
-from pageferry.router.gateway.strict_json import Json, refuse, shown
+from pageferry.router.gateway.strict_json import Json, dump, refuse, shown
 from pageferry.router.record import KEPT_REQUESTS, Record
 from pageferry.v1 import inference_pb2 as pb
 

@@ -9,8 +9,7 @@ from functools import lru_cache
 
 from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
 
-from pageferry.router.gateway.generation import dump
-from pageferry.router.gateway.strict_json import Json
+from pageferry.router.gateway.strict_json import Json, dump
 from pageferry.router.record import INTERVAL_S, KEPT_POINTS, KEPT_REQUESTS, Past, Point, Record
 from pageferry.runtime.convert import format_from_proto, groups_from_proto
 from pageferry.runtime.span_trees import as_json, is_whole

@@ -1,4 +1,4 @@
-"""JSON objects read strictly, and the errors that name what is wrong with one without quoting it."""
+"""JSON objects read strictly, and written; and the errors that name what is wrong with one without quoting it."""
 
 import json
 import math
@@ -47,6 +47,11 @@ def as_json(value: object, path: str) -> str:
     except UnicodeEncodeError:
         refuse(path, "holds half of a surrogate pair")
     return text
+
+
+def dump(value: Json | list[Any]) -> bytes:
+    """Compact JSON in UTF-8."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _malformed(description: str) -> NoReturn:

@@ -23,9 +23,9 @@ from pageferry.core.errors import (
     invalid,
 )
 from pageferry.router.gateway import generation
-from pageferry.router.gateway.generation import dump
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.serving import serve_http
+from pageferry.router.gateway.strict_json import dump
 from pageferry.v1 import types_pb2 as types
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
