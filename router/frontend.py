@@ -210,6 +210,7 @@ class Frontend:
             queued=queued,
             running=running,
             profiles=self._dispatcher.profile_status(),
+            draining=self._live.draining,
         )
 
     async def keep_record(self) -> None:

@@ -256,9 +256,9 @@ def test_status_shows_each_pool_in_80_columns() -> None:
     worker = pb.WorkerStatus(role="prefill", address="127.0.0.1:44143", state="ready", load=load)
     worker.layout.CopyFrom(layout_to_proto(layout))
     other = pb.WorkerStatus(role="decode", address="127.0.0.1:9", state="ready", load=pb.WorkerLoad(pages_total=7))
-    lines = status.table(pb.GetStatusResponse(workers=[worker, other], running=1))
+    lines = status.table(pb.GetStatusResponse(workers=[worker, other], running=1, draining=True))
     assert lines == [
-        "router: 1 running, 0 queued",
+        "router: 1 running, 0 queued, draining",
         "",
         "WORKER   ADDRESS          STATE  RUNNING  WAITING  TICKETS  TOKENS",
         "prefill  127.0.0.1:44143  ready        0        0        0      37",

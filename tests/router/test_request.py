@@ -537,6 +537,7 @@ async def test_draining_lets_live_requests_end_and_then_ends_them(rig: Make) -> 
         router.decode.pause_at = {2: asyncio.Event(), 4: asyncio.Event()}
         stream = router.stream(ask())
         await read(stream, 2)
+        assert not router.frontend.get_status().draining
         draining = asyncio.create_task(router.frontend.drain(grace_s=0.1))
         await asyncio.sleep(0)
         assert not router.frontend.ready
@@ -545,6 +546,7 @@ async def test_draining_lets_live_requests_end_and_then_ends_them(rig: Make) -> 
         router.decode.pause_at[2].set()
         await read(stream, 2)
         assert await draining == 1
+        assert router.frontend.get_status().draining
         with pytest.raises(UnavailableError, match=r"its grace of 0\.1 s is over"):
             await anext(stream)
         await router.check_idle()

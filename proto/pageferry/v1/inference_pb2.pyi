@@ -224,16 +224,18 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("workers", "queued", "running", "profiles")
+    __slots__ = ("workers", "queued", "running", "profiles", "draining")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     PROFILES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queued: int
     running: int
     profiles: _containers.RepeatedCompositeFieldContainer[ProfileStatus]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., profiles: _Optional[_Iterable[_Union[ProfileStatus, _Mapping]]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., profiles: _Optional[_Iterable[_Union[ProfileStatus, _Mapping]]] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class ProfileStatus(_message.Message):
     __slots__ = ("name", "in_effect", "queued", "running")

@@ -56,7 +56,8 @@ def table(status: pb.GetStatusResponse) -> list[str]:
     reasons = [f"{worker.role} {worker.address}: {worker.reason}" for worker in status.workers if worker.reason]
     below = ["", *_profiles(status)] if status.profiles else []
     below += ["", *reasons] if reasons else []
-    return [f"router: {status.running} running, {status.queued} queued", "", *workers, "", *pools, *below]
+    drains = ", draining" if status.draining else ""
+    return [f"router: {status.running} running, {status.queued} queued{drains}", "", *workers, "", *pools, *below]
 
 
 def _profiles(status: pb.GetStatusResponse) -> list[str]:
