@@ -8,6 +8,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 UNREAD_S = 120.0  # for a peer that reads nothing of an answer, once no more of it fits on the way
 HEADER_S = 30.0  # for the whole head of a request, once its connection stands or its first byte has come
+_LAST_LOOK_S = 0.1  # after that, since timers go before reads: what came while this process stood still is read
 
 
 class HttpProtocol(H11Protocol):
@@ -59,7 +60,10 @@ class HttpProtocol(H11Protocol):
 
     def _await_head(self) -> None:
         if self._overdue is None:
-            self._overdue = self.loop.call_later(HEADER_S, self.transport.close)
+            self._overdue = self.loop.call_later(HEADER_S, self._look_once_more)
+
+    def _look_once_more(self) -> None:
+        self._overdue = self.loop.call_later(_LAST_LOOK_S, self.transport.close)
 
     def _forget_head(self) -> None:
         if self._overdue is not None:

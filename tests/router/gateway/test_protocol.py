@@ -1,12 +1,15 @@
 """Connections that break HTTP or never get to the point: cut off, without a word in the log, and nobody else minds."""
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import fake_frontend as fake
 import httpx
 import pytest
+import uvloop
 from fake_frontend import FakeFrontend
 from gateway import serving
 
@@ -53,6 +56,32 @@ async def test_what_is_no_http_gets_its_400_and_the_end(sent: bytes, caplog: pyt
             writer.write(sent)
             assert b"400 Bad Request" in await asyncio.wait_for(reader.read(), 5)
         await check_unharmed(url, caplog)
+
+
+def test_what_came_while_the_process_stood_still_is_read_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop that services run, which looks at its timers after callbacks, and only then at connections again."""
+    monkeypatch.setattr(protocol, "HEADER_S", 2.0)
+
+    async def answer_after_a_pause() -> bytes:
+        loop = asyncio.get_running_loop()
+        bell, ringer = socket.socketpair()
+        async with serving(FakeFrontend()) as url:
+            with bell, ringer, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as late:
+
+                def send_and_stand_still() -> None:
+                    loop.remove_reader(bell)
+                    late.sendall(HEALTH)
+                    time.sleep(2.1)
+
+                async with connected(url) as (reader, writer):
+                    writer.write(HEALTH)
+                    await asyncio.wait_for(reader.readuntil(b'"ready"}'), 60)  # so both have been accepted
+                loop.add_reader(bell, send_and_stand_still)
+                ringer.send(b"x")
+                late.setblocking(False)
+                return await asyncio.wait_for(loop.sock_recv(late, 4096), 60)
+
+    assert b'"ready"}' in uvloop.run(answer_after_a_pause())
 
 
 async def test_a_body_that_breaks_after_the_answer_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
