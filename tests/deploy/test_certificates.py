@@ -154,20 +154,28 @@ async def test_a_gateway_with_its_certificate_asks_the_picker_and_calls_what_was
         metrics = {name: scraped(pod.metrics, held["pageferry-prometheus-tls"]) for name, pod in pods.items()}
         assert 'pageferry_picks_total{outcome="picked"} 1.0' in metrics["picker"]
         assert 'pageferry_requests_total{outcome="length"} 1.0' in metrics["beside"]
-        async with channel(pods["picker"].address(50051), held["pageferry-prometheus-tls"]) as opened:
+        picker = pods["picker"].address(50051)
+        done = pageferry("status", "--address", picker, *options(held["pageferry-picker-tls"]))
+        assert done.returncode == 0, done.stderr
+        async with channel(picker, held["pageferry-prometheus-tls"]) as opened:
             call: Any = ExternalProcessorStub(opened).Process()
             assert await call.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 def with_certificates(places: Places) -> Change:
-    """As docs/endpoint-picker.md says: what edge-mtls.yaml has for its clusters, in those of picker.yaml."""
-    clusters = {one["name"]: one for one in shipped("edge-mtls")["static_resources"]["clusters"]}
+    """As docs/endpoint-picker.md says: what edge-mtls.yaml has for its clusters, in those of picker.yaml.
+
+    And as much time to pick as a busy machine may need.
+    """
+    of = {one["name"]: one for one in shipped("edge-mtls")["static_resources"]["clusters"]}
 
     def change(document: Manifest) -> None:
-        for cluster, like in zip(
-            document["static_resources"]["clusters"], ("routers-http", "routers-grpc"), strict=True
-        ):
-            cluster["transport_socket"] = placed(clusters[like]["transport_socket"], places)
+        clusters = document["static_resources"]["clusters"]
+        for cluster, like in zip(clusters, ("routers-http", "routers-grpc"), strict=True):
+            cluster["transport_socket"] = placed(of[like]["transport_socket"], places)
+        (listener,) = document["static_resources"]["listeners"]
+        filters = listener["filter_chains"][0]["filters"][0]["typed_config"]["http_filters"]
+        filters[1]["typed_config"]["message_timeout"] = "60s"
 
     return change
 
