@@ -86,15 +86,14 @@ def may_hold(worker: Worker, num_tokens: int) -> bool:
 def limits_of(fleet: Fleet, own_limit: int) -> Limits:
     """What a request may ask for at present; `own_limit` is that of the model here."""
     prefills, decodes = fleet.ready(Role.PREFILL), fleet.ready(Role.DECODE)
-    told = [worker.view.snapshot.max_model_tokens for worker in decodes if worker.view.snapshot is not None]
-    slots = [worker.view.snapshot.max_num_seqs for worker in decodes if worker.view.snapshot is not None]
+    told = [snapshot for worker in decodes if (snapshot := worker.view.snapshot) is not None]
     page_sizes = [worker.view.layout.page_size for worker in decodes if worker.view.layout is not None]
     pages = [most for worker in decodes if (most := worker.view.full_pages()) is not None]
     return Limits(
-        min(own_limit, max(told, default=own_limit)),
+        min(own_limit, max((one.max_model_tokens for one in told), default=own_limit)),
         capacity_tokens(prefills),
         capacity_tokens(decodes),
         min(page_sizes, default=_PAGE_SIZE),
-        max_num_seqs=max(slots, default=None),
+        max_num_seqs=max((one.max_num_seqs for one in told), default=None),
         decode_pages=max(pages, default=None),
     )
