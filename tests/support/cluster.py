@@ -35,7 +35,7 @@ def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"} | named
 
 
-def pageferry(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def pageferry(*arguments: str, timeout_s: float = 100) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
     return subprocess.run(
         [*PAGEFERRY, *arguments], capture_output=True, text=True, timeout=timeout_s, env=environment(), check=False
@@ -74,7 +74,7 @@ class Cluster:
     def output(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_ready(self, timeout_s: float = 90) -> None:
+    def wait_ready(self, timeout_s: float = 200) -> None:
         """Until the line `ready …` has come."""
         end = time.monotonic() + timeout_s
         while True:
@@ -99,7 +99,7 @@ class Cluster:
                     found.append(child)
         return found
 
-    def stop(self, timeout_s: float = 40) -> int:
+    def stop(self, timeout_s: float = 100) -> int:
         """SIGTERM; the exit status. Kills what does not end in time, which fails the caller."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -115,7 +115,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(*arguments: str, settings: Mapping[str, str] | None = None, ready_s: float = 90) -> Iterator[Cluster]:
+def running(*arguments: str, settings: Mapping[str, str] | None = None, ready_s: float = 200) -> Iterator[Cluster]:
     """A cluster that is ready; drained, and found to end well, afterwards."""
     cluster = Cluster(*arguments, settings=settings)
     try:
@@ -175,7 +175,7 @@ def busy(status: pb.GetStatusResponse) -> list[str]:
     return left
 
 
-async def wait_idle(stub: Stub, timeout_s: float = 2.0) -> pb.GetStatusResponse:
+async def wait_idle(stub: Stub, timeout_s: float = 60) -> pb.GetStatusResponse:
     """Until nothing is in use anywhere; fails with what still is."""
     end = time.monotonic() + timeout_s
     while left := busy(status := await stub.GetStatus(pb.GetStatusRequest())):

@@ -51,7 +51,7 @@ class FakeInference(InferenceServiceServicer):
         """Until the status has been asked for, and answered with what it is now."""
         for _ in range(2):
             self._asked.clear()
-            await asyncio.wait_for(self._asked.wait(), 10)
+            await asyncio.wait_for(self._asked.wait(), 60)
 
     async def GetTrace(self, request, context):
         self.metadata = dict(context.invocation_metadata())

@@ -54,7 +54,7 @@ class FakeTarget:
 
     async def until_in_flight(self, number: int) -> None:
         async with self.changed:
-            await asyncio.wait_for(self.changed.wait_for(lambda: self.in_flight >= number), 10)
+            await asyncio.wait_for(self.changed.wait_for(lambda: self.in_flight >= number), 60)
 
     async def server_load(self) -> ServerLoad | None:
         return self.load

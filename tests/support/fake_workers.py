@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from answer import Answer
+from links import hold_port
 from opentelemetry.context import Context
 from opentelemetry.trace import Tracer
 from spans import SpanLog
@@ -128,7 +129,7 @@ class FakeWorker:
 
     async def wait_idle(self) -> None:
         """Until no call is live."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while self.num_live:
                 self.ended.clear()
                 await self.ended.wait()
@@ -330,7 +331,7 @@ class Rig:
     decode_layouts: Sequence[CacheLayout] = ()  # of the first ones; the others' is LAYOUT
     wait_ready: bool = True
     clock: Callable[[], float] = time.monotonic
-    silence_s: float = 5
+    silence_s: float = 60
     subscriptions: bool = True  # decode workers tell of all calls in one stream
     admin: tuple[str, ...] = ()  # credentials with which the status is asked for
     # What a resolver says of the names `prefill` and `decode`; set: workers are found there, and put there by tests.
@@ -392,14 +393,18 @@ class Rig:
 
     async def serve(self, worker: FakePrefill | FakeDecode, tracer: Tracer) -> GrpcServer:
         """Start a worker on its address, or on a free port where it has none."""
-        port = int(worker.address.rpartition(":")[2] or 0)
+        if not worker.address:
+            holder = hold_port(0, worker.host)  # also while it is away
+            self.stack.callback(holder.close)
+            worker.address = f"{worker.host}:{holder.getsockname()[1]}"
+        port = int(worker.address.rpartition(":")[2])
         server = await self.stack.enter_async_context(GrpcServer(ServerConfig(host=worker.host, port=port), tracer))
         server.add(add_WorkerServiceServicer_to_server, _Watched(worker), "pageferry.v1.WorkerService")
         if isinstance(worker, FakePrefill):
             server.add(add_PrefillServiceServicer_to_server, worker, "pageferry.v1.PrefillService")
         else:
             server.add(add_DecodeServiceServicer_to_server, worker, "pageferry.v1.DecodeService")
-        worker.address = f"{worker.host}:{await server.start()}"
+        await server.start()
         worker.server = server
         return server
 
@@ -423,7 +428,7 @@ class Rig:
         changed = asyncio.Event()
         self.fleet.listeners.append(changed.set)
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while not condition():
                     changed.clear()
                     await changed.wait()
@@ -471,7 +476,7 @@ Make = Callable[..., Rig]
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Give way to others until the condition holds."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
 

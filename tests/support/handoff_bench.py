@@ -59,7 +59,7 @@ from pageferry.v1 import (
 )
 from pageferry.v1.inference_pb2 import WorkerLoad
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 @dataclass

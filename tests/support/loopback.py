@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.wrappers_pb2 import StringValue
+from links import hold_port
 from opentelemetry.trace import Tracer
 
 from pageferry.core.config import ServerConfig
@@ -19,10 +20,13 @@ from pageferry.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 Handler = Callable[[Any, Any], Any]
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is given to nobody else, but by its number, as long as this process lives."""
+    _held.append(hold_port())
+    return int(_held[-1].getsockname()[1])
 
 
 class FakeDecode(decode_pb2_grpc.DecodeServiceServicer):

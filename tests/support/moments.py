@@ -16,8 +16,9 @@ from traces import wait_trace
 from pageferry.v1 import inference_pb2 as pb
 
 LONG_PROMPT = 3900  # tokens: sixty steps of a prefill worker
-SOON_S = 15.0  # far below the lease of 30 s, and far above what anything takes, also on a machine that is busy
 SILENT_S = 200.0  # of a request that waits for a silent worker, which is given up after 6 s and a little
+ENDLESS = 3900  # tokens: the answer is not over before what happens to it
+SOON_S = 60.0  # far below the lease of ten minutes, and far above what anything takes, also on a busy machine
 MOMENTS = ("prefilling", "drawn", "decoding")
 
 
@@ -55,16 +56,24 @@ async def at_rest(stub: Stub, services: list[Service], linked: Deployment, timeo
         await asyncio.sleep(POLL_S)
 
 
-async def catch(linked: Deployment, stub: Stub, moment: str, number: int, *, timeout_s: float = 100) -> Caught:
+async def all_told(stub: Stub) -> None:
+    """Until what a service sent before now has come: the router's answers come the same way, behind it."""
+    for _ in range(2):
+        await stub.GetStatus(pb.GetStatusRequest())
+
+
+async def catch(
+    linked: Deployment, stub: Stub, moment: str, number: int, *, timeout_s: float = 100, num_tokens: int = 1200
+) -> Caught:
     """A request of its own prompt, whose pages are half shipped (with its prefill worker paused), or whose first token
-    is out and the rest of its pages held up, or whose tokens come.
+    is out and the rest of its pages held up, or whose tokens come, which are so many.
     """
     if moment == "prefilling":
         return await _catch_prefilling(linked, stub, number, timeout_s)
     gate = threading.Event()
     if moment == "drawn":
         linked.faults.append(hold(3, gate))
-    request = greedy(prompt_of(1000 * number, 100), 1200 if moment == "decoding" else 100)
+    request = greedy(prompt_of(1000 * number, 100), num_tokens if moment == "decoding" else 100)
     stream = await Stream(stub, request, timeout_s=timeout_s).until(1 if moment == "drawn" else 10)
     return await _caught(linked, stub, request, stream, gate)
 
@@ -75,9 +84,11 @@ async def _catch_prefilling(linked: Deployment, stub: Stub, number: int, timeout
         request = greedy(prompt_of(1000 * number + attempt, LONG_PROMPT), 100)
         stream = await Stream(stub, request, timeout_s=timeout_s).started()
         caught = await _caught(linked, stub, request, stream, threading.Event())
-        await until(lambda: num_shipped(linked) > before, "a page is shipped")  # noqa: B023 - used in this turn only
+        await until(lambda: num_shipped(linked) > before or stream.is_over, "a page is shipped")  # noqa: B023 - this turn's
+        if stream.is_over:
+            await stream.rest()  # raises what it failed with
         caught.prefill.pause()
-        await asyncio.sleep(0.1)  # for a token that is on its way
+        await all_told(stub)
         if not stream.num_tokens:
             caught.num_tries += attempt
             return caught

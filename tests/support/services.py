@@ -33,6 +33,8 @@ QUICK: Settings = {
     "engine.threads": "1",
     "engine.speculation": "off",
     "handoff.transport": "inline",
+    "handoff.lease_ms": "600000",  # so that nothing that a test waits for comes of time alone
+    "handoff.reservation_ms": "600000",
 }
 
 
@@ -123,7 +125,7 @@ class Deployment:
         async with self.stub() as stub:
             yield stub
             self.restore()
-            await wait_idle(stub, timeout_s=30)
+            await wait_idle(stub)
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
         for service in (*self.workers, *self.routers):  # as a router waits for its workers

@@ -114,7 +114,7 @@ def parent(spans: list[Span], span: Span) -> Span:
     return found
 
 
-async def wait_trace(stub: Stub, trace_id: str, wanted: Counter[tuple[str, str]], timeout_s: float = 5.0) -> list[Span]:
+async def wait_trace(stub: Stub, trace_id: str, wanted: Counter[tuple[str, str]], timeout_s: float = 60) -> list[Span]:
     """Until all wanted spans have come from the workers; fails with those that have not."""
     end = time.monotonic() + timeout_s
     while True:
