@@ -40,11 +40,14 @@ async def test_the_end_of_a_call_may_come_before_what_it_generated(router: Rig) 
 
 
 async def test_a_reader_that_is_slow_gets_few_messages_and_holds_nobody_up(router: Rig) -> None:
-    async with asyncio.timeout(5):
+    gate = asyncio.Event()
+    router.decode.pause_at = {2: gate}
+    async with asyncio.timeout(60):
         slow = router.stream(ask(max_tokens=70))
         answer = Answer()
         answer.take(await anext(slow))
         answer.take(await anext(slow))  # from here on it does not read
+        gate.set()
         await router.decode.wait_idle()
         assert (await router.generate(ask(max_tokens=30))).token_ids == TOKENS[:30]
         num_before = len(answer.positions)
@@ -98,7 +101,7 @@ async def test_after_a_stream_that_ended_the_next_call_begins_another(router: Ri
     (name,) = router.decode.feeds
     router.decode.feeds[name].put_nowait(None)
     await eventually(lambda: not router.decode.feeds)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not router.decode.feeds:  # at the next word of the worker, and a call's end is one
             assert (await router.generate(ask())).token_ids == TOKENS[:5]
     assert name not in router.decode.feeds

@@ -68,14 +68,14 @@ async def running(config: Config, stop: asyncio.Event) -> AsyncIterator[grpc.aio
     async with grpc.aio.insecure_channel(f"127.0.0.1:{config.server.port}") as channel:
         try:
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while (await watch.read()).status != SERVING:
                     assert not process.done(), process.result()
             watch.cancel()
             yield channel
         finally:
             stop.set()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert await process == 0
 
 
@@ -128,7 +128,7 @@ async def test_the_page_can_be_turned_off(workers: Rig) -> None:
 async def test_points_are_noted_while_the_router_runs(workers: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "INTERVAL_S", 0.01)
     config = config_for(workers, http_port=free_port())
-    async with running(config, asyncio.Event()), httpx.AsyncClient() as http, asyncio.timeout(10):
+    async with running(config, asyncio.Event()), httpx.AsyncClient() as http, asyncio.timeout(60):
         url = f"http://127.0.0.1:{config.server.http_port}/pageferry/v1/status"
         while not (await http.get(url)).json()["history"]["points"]:
             pass
@@ -259,7 +259,7 @@ async def test_health_says_that_workers_do_not_fit(workers: Rig) -> None:
         workers.prefill.restart()
         await workers.prefill.server.__aexit__(None, None, None)
         await workers.serve(workers.prefill, workers.log.tracer())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         watch.cancel()
 

@@ -148,7 +148,7 @@ async def test_the_end_of_a_window_is_told_of(tmp_path: Path) -> None:
     for one in asks:
         lanes.join(one)
     assert [lanes.holds(one) for one in asks] == [True, True]
-    await asyncio.wait_for(opened.wait(), 5)
+    await asyncio.wait_for(opened.wait(), 60)
     assert [lanes.holds(one) for one in asks] == [False, False]
 
 

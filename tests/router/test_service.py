@@ -103,7 +103,7 @@ async def test_a_call_that_is_left_ends_everywhere(tiny_model: Path, read_first:
             await router.prefill.accepted.wait()
         call.cancel()
         await router.check_idle()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (roots := [span for span in router.log.spans if span.name == "pageferry.request"]):
                 await router.log.wait(len(router.log.spans) + 1)
         assert [span.attributes["rpc.response.status_code"] for span in roots] == ["CANCELLED"]
@@ -119,7 +119,7 @@ async def test_a_deadline_in_the_queue(tiny_model: Path) -> None:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert router.prefill.works == []
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not (roots := [span for span in router.log.spans if is_root(span, request_id)]):
                 await router.log.wait(len(router.log.spans) + 1)
         assert [span.attributes["rpc.response.status_code"] for span in roots] == ["DEADLINE_EXCEEDED"]

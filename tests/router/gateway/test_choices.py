@@ -119,7 +119,7 @@ async def test_prompts_run_side_by_side_but_not_all_at_once() -> None:
     frontend = FakeFrontend(lambda request: [fake.started(), gate, fake.finished()])
     async with client_of(frontend) as client:
         asking = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["a"] * 20}))
-        await asyncio.wait_for(frontend.waiting.wait(), 30)
+        await asyncio.wait_for(frontend.waiting.wait(), 60)
         for _ in range(100):
             await asyncio.sleep(0)
         assert len(frontend.requests) == MAX_SIDE_BY_SIDE

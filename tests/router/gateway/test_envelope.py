@@ -124,7 +124,7 @@ async def test_who_reads_nothing_of_an_answer_is_cut_off(monkeypatch: pytest.Mon
         body = b'{"prompt":"a","stream":true}'
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         writer.write(head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
-        await asyncio.wait_for(frontend.closed.wait(), 30)
+        await asyncio.wait_for(frontend.closed.wait(), 60)
         assert reader is not None
         writer.transport.abort()
         await asyncio.sleep(0)

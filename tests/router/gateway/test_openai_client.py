@@ -111,7 +111,7 @@ async def test_leaving_a_stream_cancels_the_generation() -> None:
                 break
         assert not frontend.closed.is_set()
         await stream.close()
-        await asyncio.wait_for(frontend.closed.wait(), 30)
+        await asyncio.wait_for(frontend.closed.wait(), 60)
 
 
 @pytest.mark.field("waybarrios/vllm-mlx#101", "mozilla-ai/any-llm#847")
