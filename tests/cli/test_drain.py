@@ -30,7 +30,7 @@ async def test_it_tells_how_many_calls_are_open_and_returns_when_there_is_none(
         await call.read()
         draining = asyncio.create_task(run("drain", "--address", f"127.0.0.1:{server.port}"))
         out = ""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not out:
                 await asyncio.sleep(0.01)
                 out += capsys.readouterr().out

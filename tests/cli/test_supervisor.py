@@ -45,7 +45,7 @@ class Heard:
         self._changed.set()
 
     async def until(self, condition: Callable[[list[tuple[str, str]]], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not condition(self.lines):
                 self._changed.clear()
                 await self._changed.wait()
@@ -56,7 +56,7 @@ def service(role: str, notes: Path, script: str = SERVICE) -> ChildSpec:
 
 
 def supervisor_of(heard: Heard, *specs: ChildSpec) -> Supervisor:
-    return Supervisor(specs, heard, grace_s=20, backoff_s=(0.01, 0.04), abandon_s=0.1)
+    return Supervisor(specs, heard, grace_s=60, backoff_s=(0.01, 0.04), abandon_s=0.1)
 
 
 def all_began(num: int) -> Callable[[list[tuple[str, str]]], bool]:
@@ -91,7 +91,7 @@ async def test_a_child_that_cannot_start_fails_with_its_reason(tmp_path: Path) -
     heard = Heard()
     specs = (service("router", tmp_path / "notes"), service("decode-0", tmp_path / "notes", script))
     async with supervisor_of(heard, *specs) as supervisor:
-        error = await asyncio.wait_for(supervisor.failed, 20)
+        error = await asyncio.wait_for(supervisor.failed, 60)
     assert error.message == "decode-0 can't start: model tiny has no weights"
     assert ("decode-0", "loading") in heard.lines
 
@@ -100,14 +100,14 @@ async def test_a_crash_is_one_line(tmp_path: Path) -> None:
     script = 'def load():\n    raise ValueError("bad shape")\nload()'
     heard = Heard()
     async with supervisor_of(heard, service("decode-0", tmp_path, script)) as supervisor:
-        error = await asyncio.wait_for(supervisor.failed, 20)
+        error = await asyncio.wait_for(supervisor.failed, 60)
     assert error.message == "decode-0 can't start: ValueError: bad shape"
     assert heard.lines == [("decode-0", "error: ValueError: bad shape")]
 
 
 async def test_a_silent_death_names_its_status(tmp_path: Path) -> None:
     async with supervisor_of(Heard(), service("router", tmp_path, "raise SystemExit(3)")) as supervisor:
-        error = await asyncio.wait_for(supervisor.failed, 20)
+        error = await asyncio.wait_for(supervisor.failed, 60)
     assert error.message == "router can't start: it ended with exit status 3"
 
 
@@ -133,7 +133,7 @@ async def test_a_kill_ends_the_drain(tmp_path: Path) -> None:
 async def test_a_child_that_waits_to_start_again_is_not_waited_for(tmp_path: Path) -> None:
     heard = Heard()
     specs = (service("decode-0", tmp_path / "notes", 'print("began", flush=True); input()'),)
-    async with Supervisor(specs, heard, grace_s=20, backoff_s=(3600, 3600)) as supervisor:
+    async with Supervisor(specs, heard, grace_s=60, backoff_s=(3600, 3600)) as supervisor:
         supervisor.settle()
         await heard.until(lambda lines: any("starts again" in line for _, line in lines))
 

@@ -75,7 +75,7 @@ async def test_ready_once_every_worker_is() -> None:
             await service.asked_again()
             assert not ready.is_set()
         service.workers = [worker("ready")]
-        await asyncio.wait_for(running, 10)
+        await asyncio.wait_for(running, 60)
         assert ready.is_set()
 
 
@@ -109,7 +109,7 @@ async def test_a_signal_ends_it_well(number: signal.Signals, capsys: pytest.Capt
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(up, "_ready_line", ready_line)
-            assert await asyncio.wait_for(asyncio.create_task(up._up(launch)), 10) == 0
+            assert await asyncio.wait_for(asyncio.create_task(up._up(launch)), 60) == 0
     out, err = capsys.readouterr()
     assert (printed, out) == (["ready"], "ready\npage: http://127.0.0.1:8080/\n")
     assert err == "stopping; answers have 5 s to end, Ctrl-C ends them now\n"

@@ -139,13 +139,17 @@ async def test_the_end_of_the_stream_fails_its_calls_and_frees_what_they_held() 
 
 async def test_nothing_is_told_of_a_call_that_was_cancelled() -> None:
     async with Bench() as bench:
-        watched = Watched(bench)
+        watched, both_there, amid = Watched(bench), Gate(), Gate(after=20)
+        bench.d.runner.before = lambda *_: (both_there(), amid())
         watched.reader.resume.clear()
         cancelled, _ = watched.call(1, 1000)
         other, _ = watched.call(2)
+        await both_there.reached()
+        both_there.open()
         await other
         cancelled.cancel()
         await asyncio.wait([cancelled])
+        amid.open()
         watched.reader.resume.set()
         await until(watched.is_told(2))
         assert len(watched.tokens(1)) < 1000

@@ -71,7 +71,7 @@ async def test_a_decode_worker_that_is_not_there_is_named_and_all_pages_come_bac
     shipment, channels = make(dead_endpoint, parts, ledger)
     task = shipment.start()
     shipment.add(PAGES[:2])
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await task
     (error,) = ledger.outcomes
     assert isinstance(error, PageferryError)

@@ -44,7 +44,7 @@ class Recorder:
         self._more.set()
 
     async def wait(self, event: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while event not in self.log:
                 self._more.clear()
                 await self._more.wait()

@@ -77,7 +77,7 @@ class Watched:
             self._told.set()
 
     async def until(self, status: int) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while self.statuses[-1:] != [status]:
                 self._told.clear()
                 await self._told.wait()

@@ -52,7 +52,7 @@ def command(kind: str, *arguments: str) -> list[str]:
 
 
 def run(kind: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command(kind, *arguments), capture_output=True, text=True, timeout=30)
+    return subprocess.run(command(kind, *arguments), capture_output=True, text=True, timeout=100)
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def started(kind: str, *arguments: str) -> "Iterator[subprocess.Popen[str]]":
 def test_a_signal_asks_the_service_to_stop_and_its_code_is_the_processes(number: signal.Signals) -> None:
     with started("serve") as process:
         process.send_signal(number)
-        output, errors = process.communicate(timeout=30)
+        output, errors = process.communicate(timeout=100)
     assert output == "stopping\n"
     assert process.returncode == 3
     assert '"event": "stopping"' in errors
@@ -84,7 +84,7 @@ def test_a_second_interrupt_ends_the_process_at_once() -> None:
         process.send_signal(signal.SIGINT)
         assert process.stderr and '"event": "stopping"' in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
     assert process.returncode == 130
 
 
@@ -180,5 +180,5 @@ def test_a_process_whose_parent_ended_before_it_began_ends_too() -> None:
 
 def test_help_names_the_command_as_it_is_typed() -> None:
     command = [sys.executable, "-m", "pageferry.router", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.stdout.startswith("usage: python -m pageferry.router [-h]")

@@ -72,7 +72,7 @@ class Ends:
         return page_pb2_grpc.PageServiceStub(self.channel)
 
     async def closed(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await self.desk.has_closed.wait()
 
 
@@ -218,7 +218,7 @@ async def test_a_full_window_waits_for_the_receiver(layout: CacheLayout, num_ahe
 async def test_an_idle_push_renews_its_lease() -> None:
     async with ends(small_layout(), 1, lease_ms=30) as both, both.push() as push:
         await push.open()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await both.desk.kept_alive.wait()
         await push.ship(numbered(1))
         await push.commit(4, None)
@@ -267,7 +267,7 @@ async def test_the_receiver_ends_the_push_when_its_ticket_ends() -> None:
                 await asyncio.sleep(0.001)
             assert both.desk.grant
             both.desk.grant.end(UnavailableError("the lease ran out", reason="HANDOFF_EXPIRED"))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await push.broken.wait()
             with pytest.raises(UnavailableError, match="the lease ran out") as caught:
                 await push.ship(numbered(2)[1:])
@@ -345,7 +345,7 @@ async def test_a_receiver_that_goes_away() -> None:
         async with both.push() as push:
             await push.open()
             await both.server.__aexit__(None, None, None)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await push.broken.wait()
             assert push.failure and push.failure.retryable
             with pytest.raises(UnavailableError):

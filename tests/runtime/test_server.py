@@ -10,7 +10,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from links import TcpLink
-from loopback import ask_stub, loopback
+from loopback import ask_stub, free_port, loopback
 from opentelemetry.trace import NoOpTracer
 from spans import SpanLog
 
@@ -106,12 +106,13 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.Monk
     async with loopback(NoOpTracer(), decode=one_message) as (server, channel):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(sent)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await reader.read(4096):  # the server's own settings come first
                 pass
         writer.close()
         stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
-        assert await stub.Decode(decode_pb2.DecodeRequest()).read() == decode_pb2.DecodeResponse()
+        call = stub.Decode(decode_pb2.DecodeRequest(), wait_for_ready=True)  # where this one is too slow, too
+        assert await call.read() == decode_pb2.DecodeResponse()
 
 
 async def test_the_port_of_health_alone_is_an_error_where_it_is_taken() -> None:
@@ -218,7 +219,7 @@ async def test_a_reader_that_stands_still_does_not_keep_a_server_from_ending() -
         stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
         call = stub.Decode(decode_pb2.DecodeRequest())
         await call.read()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await server.drain(0) == 1
             await server.__aexit__(None, None, None)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -231,7 +232,7 @@ async def test_a_connection_of_age_takes_no_new_calls_and_ends_none() -> None:
     handler = Steps()
     async with loopback(NoOpTracer(), decode=handler, config=ServerConfig(connection_age_s=0.2)) as (server, _):
         with TcpLink(f"127.0.0.1:{server.port}") as link:
-            async with open_channel(link.address, NoOpTracer()) as channel, asyncio.timeout(20):
+            async with open_channel(link.address, NoOpTracer()) as channel, asyncio.timeout(60):
                 live = decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_pb2.DecodeRequest())
                 await handler.begun.wait()
                 while link.num_connections < 3:
@@ -254,7 +255,8 @@ async def test_streams_that_only_tell_end_with_a_status_that_says_why() -> None:
 
 async def test_a_server_stays_for_a_while_after_it_has_refused_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that callers that have not heard of its end are told to go elsewhere, and none is cut off."""
-    monkeypatch.setattr(server_module, "_QUIET_S", 1.0)
+    monkeypatch.setattr(server_module, "_QUIET_S", 2.0)
+    monkeypatch.setattr(server_module, "_LONGEST_QUIET_S", 60.0)
     async with loopback(NoOpTracer(), decode=one_message) as (server, channel):
         stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
         loop = asyncio.get_running_loop()
@@ -264,7 +266,7 @@ async def test_a_server_stays_for_a_while_after_it_has_refused_a_call(monkeypatc
         with pytest.raises(grpc.aio.AioRpcError, match="draining"):
             await stub.Decode(decode_pb2.DecodeRequest()).read()
         assert await draining == 0
-        assert loop.time() - came >= 1.0
+        assert loop.time() - came >= 2.0
 
 
 async def test_draining_goes_on_serving_other_calls() -> None:
@@ -274,12 +276,13 @@ async def test_draining_goes_on_serving_other_calls() -> None:
 
 
 async def test_a_call_after_an_idle_channel_lost_its_server_succeeds_once_it_is_back() -> None:
-    async with loopback(NoOpTracer(), decode=one_message) as (first, channel):
+    config = ServerConfig(port=free_port())
+    async with loopback(NoOpTracer(), decode=one_message, config=config) as (first, channel):
         stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
         await stub.Decode(decode_pb2.DecodeRequest()).read()
         await first.__aexit__(None, None, None)
-        async with loopback(NoOpTracer(), decode=one_message, config=ServerConfig(port=first.port)):
-            message = await stub.Decode(decode_pb2.DecodeRequest(), wait_for_ready=True, timeout=5).read()
+        async with loopback(NoOpTracer(), decode=one_message, config=config):
+            message = await stub.Decode(decode_pb2.DecodeRequest(), wait_for_ready=True, timeout=60).read()
             assert message == decode_pb2.DecodeResponse()
 
 

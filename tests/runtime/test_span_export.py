@@ -15,7 +15,7 @@ from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.span_export import MAX_BATCH_SPANS, MAX_QUEUED_SPANS, SpanQueue
 
 SUCCESS, FAILURE = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
-PATIENCE_S = 30
+PATIENCE_S = 60
 
 
 class Collector:
@@ -48,6 +48,7 @@ class Collector:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_export, "EXPORT_DELAY_S", 0.001)
     monkeypatch.setattr(span_export, "RETRY_S", 0.001)
+    monkeypatch.setattr(span_export, "SHUTDOWN_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -231,10 +231,9 @@ async def test_a_connection_with_old_certificates_is_closed_after_its_last_call(
             assert old.get_state() is grpc.ChannelConnectivity.READY
             gate.set()
             assert [message async for message in stream]
-            await asyncio.sleep(0)  # for the call's end to be told
-            while closing := [*secure._closing]:
-                await asyncio.wait(closing)
-            assert not secure._retired
+            async with asyncio.timeout(60):
+                while secure._retired or secure._closing:  # noqa: ASYNC110 - until the call's end is told
+                    await asyncio.sleep(0)
             assert old.get_state() is grpc.ChannelConnectivity.SHUTDOWN
             assert [message async for message in next_stream]
 
