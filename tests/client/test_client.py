@@ -309,13 +309,12 @@ async def test_whoever_stops_reading_the_blocking_client_cancels(way: str) -> No
                 for _ in generation:
                     generation.cancel()
             else:
-                asyncio.run_coroutine_threadsafe(frontend.called.wait(), loop).result(2)
+                asyncio.run_coroutine_threadsafe(frontend.called.wait(), loop).result(60)
                 del generation
             if way != "drop":
                 with pytest.raises(CancelledError):
                     generation.result()
-            closed = asyncio.run_coroutine_threadsafe(asyncio.wait_for(frontend.closed.wait(), 2), loop)
-            closed.result(3)
+            asyncio.run_coroutine_threadsafe(frontend.closed.wait(), loop).result(60)
 
     async with serving(*fake.HELLO[:2], asyncio.Event()) as (client, service):
         loop = asyncio.get_running_loop()

@@ -66,7 +66,7 @@ async def test_the_context_s_end_is_the_answer_s_and_nothing_is_shifted(grouped:
         assert answer.usage.prompt_tokens + answer.usage.completion_tokens == limit
         with pytest.raises(grpc.aio.AioRpcError, match=rf"max_tokens is 21, together {limit + 1}; the model takes"):
             await generate(stub, greedy(prompt(limit - 20), 21))
-        await wait_idle(stub, timeout_s=5)
+        await wait_idle(stub)
 
 
 async def test_requests_that_share_end_or_are_left_give_every_page_and_tail_back(grouped: Cluster) -> None:
@@ -83,4 +83,4 @@ async def test_requests_that_share_end_or_are_left_give_every_page_and_tail_back
         answers = await asyncio.gather(*shared, *left)
         assert first.usage.cached_tokens == 0
         assert [answer.usage.cached_tokens for answer in answers[:4] if answer is not None] == [96] * 4
-        await wait_idle(stub, timeout_s=5)
+        await wait_idle(stub)

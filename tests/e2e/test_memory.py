@@ -14,7 +14,7 @@ async def test_without_a_size_workers_share_the_memory_and_take_what_all_sequenc
         async with connected(cluster) as stub:
             answer = await generate(stub, greedy([9] * 100, 4))
             assert len(answer.token_ids) == 4
-            status = await wait_idle(stub, 60)
+            status = await wait_idle(stub)
         assert [worker.load.pages_total for worker in status.workers] == [4 * 4096 // 16] * 3
         sums = [line for line in cluster.output.splitlines() if "memory weights" in line]
     assert len(sums) == 3

@@ -1,5 +1,6 @@
 """Tenants through real processes: readiness without a key, what one can learn of another, keys that change."""
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from cluster import Cluster, connected, generate, greedy, pageferry, running
 
 from pageferry.cli.arguments import API_KEY_VARIABLE
 from pageferry.core.tenants import key_digest
+from pageferry.v1 import inference_pb2 as pb
 
 KEYS = {"root": "key-of-root", "one": "key-of-one", "two": "key-of-two"}
 PROMPT = [4 + (index * 43) % 257 for index in range(512)]
@@ -41,26 +43,33 @@ def cluster(tiny_model: Path, tenants_file: Path) -> Iterator[Cluster]:
 
 @pytest.mark.field("vllm-project/vllm#16016")
 async def test_nobody_can_tell_by_counts_or_by_time_what_another_has_asked(cluster: Cluster) -> None:
+    """What takes the time is computing, and shipping, what is not cached; that is counted here."""
     async with connected(cluster) as stub:
 
-        async def ask(name: str, prompt: list[int] = PROMPT, **metadata: str) -> tuple[int, float]:
-            answer = await generate(
-                stub, greedy(prompt, 2), authorization=f"Bearer {KEYS[name]}", **metadata, timeout_s=60
+        async def num_computed() -> int:
+            status = await stub.GetStatus(
+                pb.GetStatusRequest(), metadata=(("authorization", f"Bearer {KEYS['root']}"),)
             )
-            return answer.usage.cached_tokens, answer.finished.timings.prefill_ms
+            return sum(worker.load.prefill_tokens for worker in status.workers)
 
-        assert (await ask("one"))[0] == 0
-        first, *others = [await ask("two", **{"cache-salt": "one", "x-tenant": "one"}) for _ in range(30)]
-        assert first[0] == 0, "another's pages were found"
-        assert {cached for cached, _ in others} == {511}, "its own were not"
-        hits = [await ask("one") for _ in range(5)]
-        assert {cached for cached, _ in hits} == {511}
-        cold = [await ask("two", [number, *PROMPT[1:]]) for number in range(10, 20)]
-        assert {cached for cached, _ in cold} == {0}
-        # The least of each, since the machine may be busy with other things.
-        hit_ms, cold_ms = (min(took_ms for _, took_ms in answers) for answers in (hits, cold))
-        assert hit_ms < cold_ms / 2, "caching makes no difference here, so that nothing is shown"
-        assert first[1] > cold_ms / 2, "it took less than a prompt that nobody has asked"
+        async def ask(name: str, prompt: list[int] = PROMPT, **metadata: str) -> tuple[int, int]:
+            """Tokens that were cached, and pages that were shipped; the rest is computed, as the workers will tell."""
+            before = await num_computed()
+            answer = await generate(stub, greedy(prompt, 2), authorization=f"Bearer {KEYS[name]}", **metadata)
+            cached = answer.usage.cached_tokens
+            async with asyncio.timeout(60):
+                while (computed := await num_computed() - before) < len(prompt) - cached:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            assert computed == len(prompt) - cached
+            return cached, answer.finished.pages.shipped
+
+        whole, own = (0, 32), (511, 1)  # the last token is computed again, and its page shipped
+        assert await ask("one") == whole
+        first, *others = [await ask("two", **{"cache-salt": "one", "x-tenant": "one"}) for _ in range(5)]
+        assert first == whole, "another's pages were found"
+        assert set(others) == {own}, "its own were not"
+        assert await ask("one") == own
+        assert await ask("two", [10, *PROMPT[1:]]) == whole
 
 
 def test_commands_take_the_key_from_the_environment(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +87,7 @@ async def test_a_key_that_is_taken_away_is_refused_within_seconds(cluster: Clust
     fresh = "key-that-is-new"
     write(tenants_file, root=KEYS["root"], one=fresh, two=KEYS["two"])
     async with connected(cluster) as stub:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while True:
             try:
                 await generate(stub, greedy([9] * 20, 2), authorization=f"Bearer {KEYS['one']}")

@@ -130,18 +130,20 @@ async def test_a_preempted_request_is_one_tree(cluster: Cluster, sink: Collector
 
 @pytest.mark.parametrize("how", ["CANCELLED", "DEADLINE_EXCEEDED"])
 async def test_a_request_that_fails_is_one_tree(cluster: Cluster, sink: Collector, how: str) -> None:
+    request, trace_id = with_fields(greedy(PROMPT, 3900), n=3), ""
     async with connected(cluster) as stub:
-        request = with_fields(greedy(PROMPT, 3900), n=3)
-        call = stub.Generate(request, timeout=120 if how == "CANCELLED" else 1.0)
-        trace_id, num_seen = "", 0
-        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-            async for response in call:
-                trace_id = response.started.trace_id or trace_id
-                num_seen += len(response.delta.tokens)
-                if how == "CANCELLED" and num_seen >= 3:
-                    call.cancel()
+        for timeout_s in (120.0,) if how == "CANCELLED" else (1.0, 5.0, 25.0):
+            call, num_seen = stub.Generate(request, timeout=timeout_s), 0
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+                async for response in call:
+                    trace_id = response.started.trace_id or trace_id
+                    num_seen += len(response.delta.tokens)
+                    if how == "CANCELLED" and num_seen >= 3:
+                        call.cancel()
+            if trace_id:  # else the machine is so busy that it was not let in before its deadline
+                break
         spans = whole_trace(sink, trace_id)
-        await wait_idle(stub, 10)
+        await wait_idle(stub)
     root = assert_tree(spans)
     assert root.attributes["error.type"] == root.attributes["rpc.response.status_code"] == how
     assert root.seconds == pytest.approx(root.attributes["gen_ai.server.request.duration"], rel=0.01)

@@ -63,11 +63,11 @@ async def test_a_steps_events_are_delivered_before_a_later_commands_result() -> 
 
         def work(name: str = name, entered: threading.Event = entered, release: threading.Event = release) -> str:
             entered.set()
-            release.wait(5)
+            release.wait(60)
             return f"step {name}"
 
         await engine.call(lambda work=work: stepper.add(work))  # type: ignore[misc]
-        entered.wait(5)
+        entered.wait(60)
         later = asyncio.create_task(engine.call(lambda: None))
         later.add_done_callback(lambda _, name=name: recorder.note(f"result {name}"))  # type: ignore[misc]
         await asyncio.sleep(0)
@@ -88,7 +88,7 @@ async def test_commands_run_before_the_next_step_in_the_order_given() -> None:
     release = threading.Event()
 
     def hold() -> str:
-        release.wait(5)
+        release.wait(60)
         return "held"
 
     order: list[int] = []
@@ -118,7 +118,7 @@ async def test_a_command_of_a_caller_that_has_gone_still_runs() -> None:
     engine = EngineThread(FakeStepper(), Recorder().deliver, name="engine")
     engine.start()
     release, ran = threading.Event(), []
-    engine.post(lambda: release.wait(5))
+    engine.post(lambda: release.wait(60))
     caller = asyncio.create_task(engine.call(lambda: ran.append(1)))
     await asyncio.sleep(0)
     caller.cancel()
@@ -134,7 +134,7 @@ async def test_a_step_that_raises_ends_the_thread_and_all_that_wait_for_it() -> 
     release = threading.Event()
 
     def fail() -> str:
-        release.wait(5)
+        release.wait(60)
         raise ValueError("broken")
 
     await engine.call(lambda: stepper.add(fail))
@@ -154,7 +154,7 @@ async def test_a_posted_command_that_raises_ends_the_thread_and_those_after_it_a
     engine = EngineThread(FakeStepper(), Recorder().deliver, name="engine")
     engine.start()
     release = threading.Event()
-    engine.post(lambda: release.wait(5))
+    engine.post(lambda: release.wait(60))
     engine.post(lambda: 1 // 0)
     after = asyncio.create_task(engine.call(lambda: 1))
     await asyncio.sleep(0)
@@ -213,11 +213,11 @@ async def test_a_steps_events_and_the_answers_of_commands_after_it_cross_togethe
 
     def hold() -> str:
         entered.set()
-        release.wait(5)
+        release.wait(60)
         return "first"
 
     await engine.call(lambda: [stepper.add(hold), stepper.add(lambda: "second")])
-    entered.wait(5)
+    entered.wait(60)
     before = counted.num_crossings
     calls = [asyncio.create_task(engine.call(lambda number=number: number)) for number in range(5)]  # type: ignore[misc]
     for call in calls:

@@ -29,7 +29,7 @@ class _Loop:
         threading.Thread(target=self.loop.run_forever, name="links", daemon=True).start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
 
 @functools.cache

@@ -136,7 +136,7 @@ class Gate:
 
     def pass_through(self, place: Place) -> None:
         self._loop.call_soon_threadsafe(self.arrived.set)
-        assert self._open.wait(5), "the gate stayed shut"
+        assert self._open.wait(60), "the gate stayed shut"
 
     def open(self) -> None:
         self._open.set()

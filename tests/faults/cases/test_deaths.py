@@ -1,12 +1,11 @@
 """Each service killed, or stopped without a word, at several moments of a request: who can finish it does."""
 
 import asyncio
-import time
 
 import grpc
 import pytest
 from cluster import Stub, greedy
-from moments import MOMENTS, SILENT_S, SOON_S, at_rest, catch, silences, until_missed
+from moments import ENDLESS, MOMENTS, SILENT_S, SOON_S, at_rest, catch, silences, until_missed
 from services import Deployment
 from streams import Golden, Stream, prompt_of, request_span
 from traces import PREFILL_RPC, SPLIT_SPANS, wait_trace
@@ -17,14 +16,12 @@ from traces import PREFILL_RPC, SPLIT_SPANS, wait_trace
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 async def test_a_worker_is_killed(linked: Deployment, stub: Stub, golden: Golden, victim: str, moment: str) -> None:
     caught = await catch(linked, stub, moment, number=1 + MOMENTS.index(moment) + 3 * (victim == "decode"))
-    began = time.monotonic()
     caught.service(victim).kill()
     caught.gate.set()
     if moment == "prefilling" and victim == "decode":
         caught.prefill.resume()
     async with asyncio.timeout(SOON_S):
         answer = await caught.stream.rest()
-    assert time.monotonic() - began < SOON_S
     assert answer.token_ids == (await golden(caught.request)).token_ids
     await at_rest(stub, [service for service in linked.workers if service.is_alive], linked)
 
@@ -52,7 +49,7 @@ async def test_a_worker_stops_without_a_word(
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_the_router_is_killed(linked: Deployment, stub: Stub, golden: Golden, moment: str) -> None:
     async with linked.stub(router=1) as other:
-        caught = await catch(linked, stub, moment, number=21 + MOMENTS.index(moment))
+        caught = await catch(linked, stub, moment, number=21 + MOMENTS.index(moment), num_tokens=ENDLESS)
         linked.routers[0].kill()
         caught.prefill.resume()
         error = await caught.stream.failure()

@@ -9,7 +9,7 @@ import grpc
 import httpx
 import pytest
 from cluster import Stub, greedy
-from moments import SOON_S, servers_of
+from moments import ENDLESS, SOON_S, servers_of
 from services import Deployment
 from streams import Golden, Stream, prompt_of, request_span
 from traces import spans_of
@@ -107,17 +107,18 @@ async def once_stub(once: Deployment) -> AsyncIterator[Stub]:
 
 
 async def test_a_stream_that_may_not_be_resumed_says_so_after_its_tokens(once: Deployment, once_stub: Stub) -> None:
-    stream = await Stream(once_stub, greedy(prompt_of(95_200, 100), 1200)).until(10)
+    stream = await Stream(once_stub, greedy(prompt_of(95_200, 100), ENDLESS)).until(10)
     once.decode[0].kill()
     error = await stream.failure()
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert 10 <= stream.num_tokens < 1200
+    assert 10 <= stream.num_tokens < ENDLESS
     assert once.decode[0].address in (error.details() or "")
 
 
 @pytest.mark.field("waybarrios/vllm-mlx#101", "mozilla-ai/any-llm#847")
 async def test_a_failure_amid_a_stream_of_events_is_an_event_and_the_end(once: Deployment, once_stub: Stub) -> None:
-    body = {"prompt": prompt_of(95_201, 100), "max_tokens": 1200, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": prompt_of(95_201, 100), "temperature": 0, "ignore_eos": True, "stream": True}
+    body["max_tokens"] = ENDLESS
     lines: list[str] = []
     async with httpx.AsyncClient(base_url=once.routers[0].http, timeout=SOON_S) as client:
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):  # nor does the transport call it a good end

@@ -45,7 +45,7 @@ async def test_a_frame_that_is_wrong_costs_another_prefill_and_no_token(
     request = greedy(prompt_of(list(BROKEN).index(fault), 16 * NUM_FRAMES), 12)
     expected = await golden(request)
     linked.faults.extend([BROKEN[fault]])
-    stream = Stream(stub, request, timeout_s=20)
+    stream = Stream(stub, request)
     answer = await stream.rest()
     assert answer.token_ids == expected.token_ids
     span = await request_span(stub, stream.trace_id)
@@ -59,7 +59,7 @@ async def test_two_broken_pushes_leave_the_prompt_to_the_decode_worker(
     request = greedy(prompt_of(20, 16 * NUM_FRAMES), 12)
     expected = await golden(request)
     linked.faults.extend([flip(3), drop(3)])
-    stream = Stream(stub, request, timeout_s=20)
+    stream = Stream(stub, request)
     assert (await stream.rest()).token_ids == expected.token_ids
     assert (await request_span(stub, stream.trace_id)).attributes["pageferry.fallback"] == "local"
 
@@ -71,7 +71,7 @@ async def test_what_a_receiver_can_bear_costs_nothing(
     request = greedy(prompt_of(30 + (fault is reorder), 16 * NUM_FRAMES), 12)
     expected = await golden(request)
     linked.faults.extend([fault])
-    stream = Stream(stub, request, timeout_s=20)
+    stream = Stream(stub, request)
     answer = await stream.rest()
     assert answer.token_ids == expected.token_ids
     assert answer.finished is not None
@@ -86,7 +86,7 @@ async def test_the_first_token_does_not_wait_for_late_pages(
     request = greedy(prompt_of(40 + number, 16 * NUM_FRAMES), 12)
     expected, gate = await golden(request), threading.Event()
     linked.faults.extend([hold(number, gate)])
-    stream = Stream(stub, request, timeout_s=20)
+    stream = Stream(stub, request)
     try:
         await stream.until(1)
     finally:

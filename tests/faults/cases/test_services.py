@@ -17,7 +17,7 @@ async def test_services_are_killed_paused_and_started_again_at_their_addresses()
             decode.restart()
             deployment.wait_ready()
             assert (decode.address, decode.pid != pid) == (address, True)
-            await wait_idle(stub, timeout_s=20)
+            await wait_idle(stub)
             assert (await generate(stub, greedy([5] * 40, 8))).token_ids == before.token_ids
         assert all(service.fds() > 3 and service.rss() > 10**7 for service in deployment.services)
 
