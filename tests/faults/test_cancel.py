@@ -10,7 +10,7 @@ import httpx
 import pytest
 from cluster import Cluster, Stub, connected, generate, greedy, running, wait_idle
 
-ENDLESS = 3900  # tokens
+ENDLESS = 3500  # tokens
 
 
 async def cancel_after(stub: Stub, num_events: int, prompt: list[int]) -> int:

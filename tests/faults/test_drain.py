@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from answer import Answer
 from cluster import Stub, generate, greedy, wait_idle
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pushes import hold
 from services import Deployment, Service
 
 from pageferry.core.errors import UnavailableError
@@ -30,7 +32,8 @@ ROLES = ("router", "prefill", "decode")
 
 @pytest.fixture(scope="module")
 def deployment(tiny_model: Path) -> Iterator[Deployment]:
-    with Deployment(prefill=1, decode=1, model=tiny_model, settings={"server.drain_grace_s": "60"}) as deployment:
+    settings = {"server.drain_grace_s": "60"}
+    with Deployment(prefill=1, decode=1, model=tiny_model, settings=settings, linked={"decode-0"}) as deployment:
         yield deployment
 
 
@@ -63,10 +66,6 @@ class Stream:
     async def until(self, num_tokens: int) -> None:
         while len(self.answer.token_ids) < num_tokens:
             await self._take()
-
-    async def started(self) -> None:
-        await self._take()
-        assert self.answer.started is not None
 
     async def rest(self) -> Answer:
         while self.answer.finished is None:
@@ -117,25 +116,18 @@ async def test_streams_finish_on_a_service_that_is_told_to_end(deployment: Deplo
 async def test_pages_on_their_way_arrive_before_a_worker_ends(deployment: Deployment, role: str) -> None:
     async with deployment.stub() as stub:
         async with one_restarted(deployment, role) as service:
-            stream = Stream(stub, greedy(prompt_of(90, 3800), 40))
-            await stream.started()
-            await on_its_way(stub)
+            gate = threading.Event()
+            deployment.faults.append(hold(3, gate))
+            stream = Stream(stub, greedy(prompt_of(90 + ROLES.index(role)), 40))
+            await stream.until(1)
             service.signal(signal.SIGTERM)
+            await not_serving(service)
+            gate.set()
             answer = await stream.rest()
         assert answer.finished is not None
         assert answer.finished.pages.shipped
     (router,) = deployment.routers
     assert "prefill_failed" not in router.output
-
-
-async def on_its_way(stub: Stub) -> None:
-    """Until the prefill worker has a prompt, and the decode worker waits for its pages."""
-    async with asyncio.timeout(60):
-        while True:
-            status = await stub.GetStatus(pb.GetStatusRequest())
-            loads = {worker.role: worker.load for worker in status.workers}
-            if loads["prefill"].running and loads["decode"].tickets:
-                return
 
 
 @pytest.mark.field("ai-dynamo/dynamo#791", "smg-project/smg#1172")
@@ -213,7 +205,8 @@ async def decodes_on(stub: Stub) -> str:
 async def test_http_streams_finish_too_and_one_longer_than_the_grace_ends_with_an_error_event(
     deployment: Deployment,
 ) -> None:
-    body = {"prompt": "drain", "stream": True, "temperature": 0, "ignore_eos": True}
+    body, gate = {"prompt": "drain", "stream": True, "temperature": 0, "ignore_eos": True}, threading.Event()
+    deployment.faults.append(hold(0, gate))  # so that the first stream is open until then
     async with (
         one_restarted(deployment, "router") as router,
         httpx.AsyncClient(base_url=router.http, timeout=60) as client,
@@ -227,6 +220,7 @@ async def test_http_streams_finish_too_and_one_longer_than_the_grace_ends_with_a
             assert (await drain.read()).open_calls == 2
             refused = await client.post("/v1/completions", json=body | {"stream": False})
             assert refused.status_code == 503
+            gate.set()
             assert [event async for event in short][-1] == "[DONE]"
             ended = [message async for message in admin.Drain(DrainRequest(grace_ms=0))][-1]
             assert ended.drained.ended_calls == 1
