@@ -107,17 +107,20 @@ async def test_a_client_that_leaves_frees_everything(client: AsyncOpenAI, split:
 
 async def test_a_deadline_in_a_header_ends_an_answer(client: AsyncOpenAI, split: Cluster) -> None:
     model = await model_of(client)
-    with pytest.raises(openai.APIError) as caught:
-        stream = await client.completions.create(
-            model=model,
-            prompt="Hello",
-            max_tokens=4000,
-            stream=True,
-            extra_headers={"x-envoy-expected-rq-timeout-ms": "300"},
-            extra_body={"ignore_eos": True},
-        )
-        async for _ in stream:
-            pass
+    for timeout_ms in ("300", "2000", "10000"):
+        with pytest.raises(openai.APIError) as caught:
+            stream = await client.completions.create(
+                model=model,
+                prompt="Hello",
+                max_tokens=4000,
+                stream=True,
+                extra_headers={"x-envoy-expected-rq-timeout-ms": timeout_ms},
+                extra_body={"ignore_eos": True},
+            )
+            async for _ in stream:
+                pass
+        if caught.value.code != "ttft_beyond_deadline":  # as where the machine is too busy for so short a deadline
+            break
     assert caught.value.code in ("deadline_exceeded", "deadline_in_queue")
     async with connected(split) as stub:
         await wait_idle(stub)
