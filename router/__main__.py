@@ -14,6 +14,7 @@ from pageferry.ext_proc.external_processor_pb2_grpc import add_ExternalProcessor
 from pageferry.oip.open_inference_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from pageferry.router.fleet import Fleet
 from pageferry.router.frontend import Frontend
+from pageferry.router.gateway.bodies import Bodies
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.page import Page
 from pageferry.router.gateway.serving import serve_http
@@ -84,6 +85,7 @@ class _Router:
         )
         defaults = sampling_defaults(files)
         self._frontend = Frontend(config, load_config_of(files), tokenizer, self._fleet, telemetry, defaults)
+        self._bodies = Bodies(_MIN_MESSAGE_BYTES, telemetry.metrics.count_refusal)
         limits = replace(config.server, max_message_bytes=max(config.server.max_message_bytes, _MIN_MESSAGE_BYTES))
         security = ServerSecurity.of(config.security, certificates, for_clients=True)
         self._server = GrpcServer(limits, telemetry.tracer, security)
@@ -111,9 +113,7 @@ class _Router:
         admin = Admin(self._running.drain, lambda: frontend.num_live, self._check_admin)
         add(add_AdminServiceServicer_to_server, admin, ADMIN_SERVICE)
         if self._config.router.picker_port:
-            picker = PickerServicer(
-                frontend.picks(), max_body_bytes=_MIN_MESSAGE_BYTES, refuse_unknown=self._refuses_unknown
-            )
+            picker = PickerServicer(frontend.picks(), self._bodies, refuse_unknown=self._refuses_unknown)
             add(add_ExternalProcessorServicer_to_server, picker, PICKER_SERVICE)
         if traces is not None:
             receiver = TraceReceiver(traces, self._check_sender)
@@ -146,7 +146,7 @@ class _Router:
         app = build_app(
             self._frontend,
             telemetry.metrics.registry,
-            max_body_bytes=_MIN_MESSAGE_BYTES,
+            bodies=self._bodies,
             refuse_unknown=self._refuses_unknown,
             cors_origins=server.cors_origins,
             page=page if server.page else None,

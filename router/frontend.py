@@ -180,8 +180,7 @@ class Frontend:
         try:
             return self._callers.of(authorization)
         except UnauthenticatedError as error:
-            self._telemetry.metrics.count_request(error.code.lower())
-            self._telemetry.metrics.count_rejection(error)
+            self._telemetry.metrics.count_refusal(error)
             raise
 
     def check_admin(self, authorization: Sequence[str], what: str) -> None:

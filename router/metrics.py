@@ -38,6 +38,7 @@ REJECTIONS = (
     "NO_API_KEY",
     "UNKNOWN_API_KEY",
     "REQUEST_ID_LIVE",
+    "BODIES_FULL",
 )
 _REJECTING_CODES = (
     "INVALID_ARGUMENT",
@@ -122,6 +123,11 @@ class RouterMetrics(Metrics):
         reason = error.reason if error.reason in REJECTIONS else error.code
         if reason in self._rejections:
             self._rejections[reason].inc()
+
+    def count_refusal(self, error: PageferryError) -> None:
+        """A request ended before it had a span."""
+        self.count_request(error.code.lower())
+        self.count_rejection(error)
 
     def count_prefill_failure(self, next_step: str) -> None:
         """`next_step` is one of RETRY_STEPS."""

@@ -6,7 +6,6 @@ gateway sends the request to the endpoint that it is told. Then the answer's hea
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from opentelemetry import context as otel_context
@@ -22,6 +21,7 @@ from pageferry.core.errors import (
 )
 from pageferry.ext_proc import external_processor_pb2 as envoy
 from pageferry.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
+from pageferry.router.gateway.bodies import Bodies, Body
 from pageferry.router.gateway.envelope import deadline_of
 from pageferry.router.picker_reply import passed, refused, sent_by_body, sent_by_headers, sent_in_duplex
 from pageferry.router.picker_request import Head, Reader, served_of
@@ -29,25 +29,18 @@ from pageferry.router.picks import Picks, Place, Question
 from pageferry.runtime.rpc_spans import extract_context
 
 PICKER_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-BODY_S = 60.0  # for all of a request's body
 _MODE = envoy.ProcessingMode
 _WHOLE = (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL)
 Messages = AsyncIterator[envoy.ProcessingRequest]
 
 
-@dataclass(frozen=True, slots=True)
-class _Body:
-    data: bytes
-    has_trailers: bool
-
-
 class PickerServicer(ExternalProcessorServicer):
     """What is wrong with a request is an answer to its client; what is wrong with the gateway ends the stream."""
 
-    def __init__(self, picks: Picks, *, max_body_bytes: int, refuse_unknown: bool = True) -> None:
+    def __init__(self, picks: Picks, bodies: Bodies, *, refuse_unknown: bool = True) -> None:
         """Once the router drains, streams end as soon as their request was sent on."""
         self._picks = picks
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._refuse_unknown = refuse_unknown
 
     async def Process(self, requests: Any, context: Any) -> AsyncIterator[envoy.ProcessingResponse]:  # noqa: N802
@@ -93,31 +86,34 @@ class PickerServicer(ExternalProcessorServicer):
             message = f"the gateway's request_body_mode is {mode}, must be BUFFERED or FULL_DUPLEX_STREAMED"
             raise InternalError(message, reason="BODY_MODE")
         try:
-            async with asyncio.timeout(BODY_S):
-                body = await self._body(head, messages)
-        except TimeoutError:
-            raise DeadlineExceededError(f"the body took longer than {BODY_S:g} s", reason="BODY_TIMEOUT") from None
-        if body is None:
-            return None, []
-        place = await self._picks.pick(self._question(head, reader, body.data))
+            async with self._bodies.receive() as body:
+                has_trailers = await self._read(head, messages, body)
+                if has_trailers is None:
+                    return None, []
+                data = body.whole()
+                place = await self._picks.pick(self._question(head, reader, data))
+        except TimeoutError as error:
+            raise DeadlineExceededError(str(error), reason="BODY_TIMEOUT") from None
         if head.request_body_mode in _WHOLE:
             return place, [sent_by_body(place, head)]
-        return place, sent_in_duplex(place, head, body.data, has_trailers=body.has_trailers)
+        return place, sent_in_duplex(place, head, data, has_trailers=has_trailers)
 
-    async def _body(self, head: Head, messages: Messages) -> _Body | None:
-        """All of it; None where the stream ends before it does."""
-        data = bytearray()
+    async def _read(self, head: Head, messages: Messages, body: Body) -> bool | None:
+        """All of it; then whether trailers came. None where the stream ends before it does."""
+        num_bytes, most = 0, self._bodies.max_body_bytes
         async for message in messages:
             if message.HasField("request_trailers"):
-                return _Body(bytes(data), has_trailers=True)
-            data += message.request_body.body
+                return True
+            part = message.request_body.body
+            num_bytes += len(part)
             is_last = message.request_body.end_of_stream
             is_cut = head.request_body_mode == _MODE.BUFFERED_PARTIAL and not is_last
-            if len(data) > self._max_body_bytes or is_cut:
-                limit = "the gateway's buffer" if is_cut else f"the limit of {self._max_body_bytes} bytes"
+            if num_bytes > most or is_cut:
+                limit = "the gateway's buffer" if is_cut else f"the limit of {most} bytes"
                 raise ResourceExhaustedError(f"the body is larger than {limit}", reason="BODY_TOO_LARGE")
+            body.add(part)
             if is_last or head.request_body_mode in _WHOLE:
-                return _Body(bytes(data), has_trailers=False)
+                return False
         return None
 
     def _question(self, head: Head, reader: Reader, body: bytes) -> Question:

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from pageferry import __version__
 from pageferry.core.errors import NOTHING_BEGUN, InternalError, NotFoundError, PageferryError
 from pageferry.router.admission import MAX_MODEL_CHARACTERS
+from pageferry.router.gateway.bodies import Bodies
 from pageferry.router.gateway.chat_request import parse_chat
 from pageferry.router.gateway.choices_reply import ChatReply, CompletionReply
 from pageferry.router.gateway.completion_request import parse_completion
@@ -47,7 +48,6 @@ from pageferry.runtime.metrics import readable
 from pageferry.runtime.rpc_spans import extract_context
 from pageferry.v1 import inference_pb2 as pb
 
-BODY_S = 60.0  # for all of a request's body
 _MAX_DROPPED_BYTES = 64 * 2**20  # of a body that is too large
 _Parser = Callable[[bytes, Reading], Parsed]
 _Replier = Callable[[Parsed, str, int, TokenBytes], Reply]
@@ -57,13 +57,13 @@ def build_app(
     frontend: Generator,
     registry: CollectorRegistry,
     *,
-    max_body_bytes: int = 4 * 2**20,
+    bodies: Bodies | None = None,
     refuse_unknown: bool = True,
     cors_origins: tuple[str, ...] = (),
     page: Page | None = None,
 ) -> ASGIApp:
-    """The gateway; `max_body_bytes` bounds a body before it is parsed, `cors_origins` are whose pages may call."""
-    gateway = _Gateway(frontend, registry, max_body_bytes, int(time.time()), refuse_unknown)
+    """The gateway; `bodies` bounds bodies before they are parsed, `cors_origins` are whose pages may call."""
+    gateway = _Gateway(frontend, registry, bodies or Bodies(), int(time.time()), refuse_unknown)
     handlers: Mapping[Any, Any] = {
         PageferryError: _on_error,
         HTTPException: _on_http_error,
@@ -88,7 +88,7 @@ def build_app(
 class _Gateway:
     frontend: Generator
     registry: CollectorRegistry
-    max_body_bytes: int
+    bodies: Bodies
     created: int
     refuse_unknown: bool
 
@@ -143,7 +143,7 @@ class _Gateway:
         request_id = RequestIds.of(request)
         deadline = deadline_of(request, self.frontend.clock())
         reading = Reading(self.refuse_unknown)
-        parsed = parse(await _body(request, self.max_body_bytes), reading)
+        parsed = parse(await _body(request, self.bodies), reading)
         parsed.request.request_id = request_id
         read_profile(request, parsed.request)
         parent = extract_context(request.headers.items())
@@ -176,25 +176,28 @@ def _check_media_type(request: Request) -> None:
         raise HTTPException(415, "content-encoding must be identity", {"accept-encoding": "identity"})
 
 
-async def _body(request: Request, max_bytes: int) -> bytes:
+async def _body(request: Request, bodies: Bodies) -> bytes:
     """What is too much is read nevertheless, and dropped: many clients hear no answer before they have sent all."""
-    too_large = HTTPException(413, f"the body is larger than the limit of {max_bytes} bytes", {"connection": "close"})
-    if int(request.headers.get("content-length", "0")) > max_bytes + _MAX_DROPPED_BYTES:
+    most = bodies.max_body_bytes
+    too_large = HTTPException(413, f"the body is larger than the limit of {most} bytes", {"connection": "close"})
+    if int(request.headers.get("content-length", "0")) > most + _MAX_DROPPED_BYTES:
         raise too_large
-    body, num_bytes = bytearray(), 0
+    num_bytes = 0
     try:
-        async with asyncio.timeout(BODY_S):
+        async with bodies.receive() as body:
             async for part in request.stream():
                 num_bytes += len(part)
-                if num_bytes <= max_bytes:
-                    body += part
-                elif num_bytes > max_bytes + _MAX_DROPPED_BYTES:
+                if num_bytes <= most:
+                    body.add(part)
+                elif num_bytes <= most + _MAX_DROPPED_BYTES:
+                    body.drop()
+                else:
                     raise too_large
-    except TimeoutError:
-        raise HTTPException(408, f"the body took longer than {BODY_S:g} s", {"connection": "close"}) from None
-    if num_bytes > max_bytes:
-        raise too_large
-    return bytes(body)
+            if num_bytes > most:
+                raise too_large
+            return body.whole()
+    except TimeoutError as error:
+        raise HTTPException(408, str(error), {"connection": "close"}) from None
 
 
 def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -16,6 +16,7 @@ import grpc
 import httpx
 import pytest
 from answer import Answer
+from ext_proc import MODE, Told, body_of, headers_of
 from fake_workers import LAYOUT, MODEL, Rig, Script
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -32,10 +33,12 @@ from pageferry.core.config import Config, EngineConfig, RouterConfig, ServerConf
 from pageferry.core.errors import InvalidArgumentError, UnavailableError
 from pageferry.core.security import SecurityConfig
 from pageferry.core.tenants import key_digest
+from pageferry.ext_proc.external_processor_pb2_grpc import ExternalProcessorStub
 from pageferry.oip import open_inference_pb2 as oip
 from pageferry.oip.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from pageferry.router import record
 from pageferry.router.__main__ import main
+from pageferry.router.gateway import bodies
 from pageferry.router.oip import OIP_SERVICE
 from pageferry.runtime import access
 from pageferry.runtime.convert import layout_to_proto
@@ -114,6 +117,28 @@ async def test_grpc_and_http_serve_the_same(workers: Rig) -> None:
         assert trace["spans"][0]["name"] == "pageferry.request"
         status = (await http.get(f"{url}/pageferry/v1/status")).json()
         assert (status["model"], status["keeps_traces"], status["num_requests"]) == (MODEL, True, 2)
+
+
+async def test_bodies_of_http_and_of_gateways_are_bounded_together(
+    workers: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_BYTES", 1000)
+    config = config_for(workers, http_port=free_port())
+    config = replace(config, router=replace(config.router, picker_port=1))
+    async with running(config, asyncio.Event()) as channel, httpx.AsyncClient() as http, asyncio.timeout(20):
+        call, told = ExternalProcessorStub(channel).Process(), Told()
+        await call.write(headers_of(body_mode=MODE.FULL_DUPLEX_STREAMED))
+        await call.write(body_of(b"x" * 600, end_of_stream=False))
+        reading = asyncio.create_task(call.read())
+        url = f"http://127.0.0.1:{config.server.http_port}"
+        body = {"model": MODEL, "prompt": "Say something.", "max_tokens": 3, "user": "y" * 600}
+        while not reading.done():  # it may come before the other one has
+            assert (await http.post(f"{url}/v1/completions", json=body)).status_code == 200
+        told.take(await reading)
+        assert (told.status, told.error["code"]) == (503, "bodies_full")
+        metrics = (await http.get(f"{url}/metrics")).text
+        assert 'pageferry_rejections_total{reason="BODIES_FULL"} 1.0' in metrics
+        assert 'pageferry_requests_total{outcome="unavailable"} 1.0' in metrics
 
 
 async def test_the_page_can_be_turned_off(workers: Rig) -> None:

@@ -13,13 +13,15 @@ from ext_proc import MODE, Gateway, Told, answer_of, body_of, chat, framed, head
 from fake_workers import LAYOUT, Rig, Script, eventually
 
 from pageferry.core.config import Config, RouterConfig, SecurityConfig, ServerConfig
-from pageferry.core.errors import InvalidArgumentError
+from pageferry.core.errors import InvalidArgumentError, PageferryError
 from pageferry.core.formats import PageFormat
 from pageferry.core.prefix import page_hashes
 from pageferry.core.tenants import key_digest
 from pageferry.ext_proc import external_processor_pb2 as envoy
 from pageferry.ext_proc.external_processor_pb2_grpc import add_ExternalProcessorServicer_to_server
-from pageferry.router import picker as picker_module, picks as picks_module
+from pageferry.router import picks as picks_module
+from pageferry.router.gateway import bodies as bodies_module
+from pageferry.router.gateway.bodies import Bodies
 from pageferry.router.picker import PICKER_SERVICE, PickerServicer
 from pageferry.router.picker_reply import MAX_PIECE_BYTES
 from pageferry.router.workers import Role
@@ -61,7 +63,7 @@ class Picking(Rig):
 @pytest.fixture
 def picking(tiny_model: Path) -> Callable[..., Any]:
     @asynccontextmanager
-    async def make(*, num_decode: int = 2, max_body_bytes: int = 2**20, **options: Any) -> AsyncIterator[Picking]:
+    async def make(*, num_decode: int = 2, bodies: Bodies | None = None, **options: Any) -> AsyncIterator[Picking]:
         settings = {"picker_wait_s": 5, "local_prefill_tokens": 0, "picker_port": PORT} | options.pop("router", {})
         hosts = [f"127.0.0.{2 + number}" for number in range(num_decode)]
         rig = Picking(
@@ -75,7 +77,7 @@ def picking(tiny_model: Path) -> Callable[..., Any]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(rig)
             rig.server = await stack.enter_async_context(GrpcServer(ServerConfig(), rig.log.tracer()))
-            picker = PickerServicer(rig.frontend.picks(), max_body_bytes=max_body_bytes)
+            picker = PickerServicer(rig.frontend.picks(), bodies or Bodies())
             rig.server.add(add_ExternalProcessorServicer_to_server, picker, PICKER_SERVICE)
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{await rig.server.start()}")
             rig.gateway = Gateway(await stack.enter_async_context(channel))
@@ -198,7 +200,7 @@ async def refused(rig: Picking, body: bytes, **head: Any) -> tuple[int, str, str
 
 
 async def test_what_is_wrong_with_a_request_is_told_in_openais_form(picking: Any) -> None:
-    async with picking(max_body_bytes=2000) as rig:
+    async with picking(bodies=Bodies(2000)) as rig:
         assert await refused(rig, b"{") == (400, "malformed_json", "body")
         assert await refused(rig, chat(temperature=-1)) == (400, "invalid_field", "temperature")
         assert await refused(rig, chat(max_tokens=10**6)) == (400, "too_long", "max_tokens")
@@ -266,12 +268,40 @@ async def test_a_body_that_ends_early_is_no_request(picking: Any) -> None:
 
 
 async def test_a_body_that_does_not_come_is_given_up(picking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picker_module, "BODY_S", 0.01)
+    monkeypatch.setattr(bodies_module, "BODY_S", 0.01)
     async with picking() as rig:
         call, told = rig.gateway.open(), Told()
         await call.write(headers_of(body_mode=MODE.FULL_DUPLEX_STREAMED))
         told.take(await call.read())
         assert (told.status, told.error["code"]) == (504, "body_timeout")
+
+
+async def test_bodies_on_their_way_and_those_that_wait_for_a_choice_are_bounded_together(
+    picking: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies_module, "MAX_BYTES", 1000)
+    refusals: list[PageferryError] = []
+    bodies = Bodies(on_refused=refusals.append)
+    duplex = headers_of(body_mode=MODE.FULL_DUPLEX_STREAMED)
+    async with picking(bodies=bodies) as rig:
+        for number in (0, 1):
+            await rig.set_load(number, running=8)
+        for is_whole in (False, True):
+            call, told = rig.gateway.open(), Told()
+            await call.write(duplex)
+            await call.write(body_of(chat(user="x" * 600), end_of_stream=is_whole))
+            await eventually(lambda: bodies.num_bytes > 600)
+            await eventually(lambda: rig.frontend.get_status().queued == is_whole)  # noqa: B023
+            others = rig.gateway.open()
+            await others.write(duplex)
+            await others.write(body_of(chat(user="x" * 600), end_of_stream=False))
+            told.take(await call.read())
+            assert (told.status, told.error["code"]) == (503, "bodies_full")
+            assert told.error_headers["retry-after"] == "1"
+            await others.done_writing()
+            assert await others.read() is grpc.aio.EOF
+            await eventually(lambda: bodies.num_bytes == 0 and rig.frontend.get_status().queued == 0)
+    assert len(refusals) == 2
 
 
 async def test_it_is_counted_until_its_worker_can_count_it(picking: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from pageferry.oip.open_inference_pb2_grpc import (
     GRPCInferenceServiceStub,
     add_GRPCInferenceServiceServicer_to_server,
 )
+from pageferry.router.gateway.bodies import Bodies
 from pageferry.router.oip import OpenInferenceServicer
 from pageferry.router.service import InferenceServicer
 from pageferry.runtime.server import GrpcServer
@@ -120,7 +121,7 @@ class Replay:
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}")
         await self._stack.enter_async_context(channel)
         self.stub, self.oip = InferenceServiceStub(channel), GRPCInferenceServiceStub(channel)
-        http = client_of(router.frontend, router.metrics.registry, max_body_bytes=16 * 2**20)
+        http = client_of(router.frontend, router.metrics.registry, bodies=Bodies(16 * 2**20))
         self.http = await self._stack.enter_async_context(http)
         return self
 

@@ -23,6 +23,7 @@ from pageferry.core.errors import (
     invalid,
 )
 from pageferry.router.gateway import generation
+from pageferry.router.gateway.bodies import Bodies
 from pageferry.router.gateway.http import build_app
 from pageferry.router.gateway.serving import serve_http
 from pageferry.router.gateway.strict_json import dump
@@ -308,7 +309,7 @@ async def test_a_body_over_the_limit_is_refused_before_parsing(chunked: bool) ->
             yield b"[" * 30
 
     frontend = FakeFrontend()
-    async with client_of(frontend, max_body_bytes=100) as client:
+    async with client_of(frontend, bodies=Bodies(100)) as client:
         content = parts() if chunked else b"[" * 150
         headers = {"content-type": "application/json"}
         response = await client.post("/v1/completions", content=content, headers=headers)

@@ -13,7 +13,7 @@ import uvloop
 from fake_frontend import FakeFrontend
 from gateway import serving
 
-from pageferry.router.gateway import http, protocol
+from pageferry.router.gateway import bodies, protocol
 
 BODY = b'{"prompt":"a","stream":true}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -114,7 +114,7 @@ async def test_who_never_gets_to_the_point_is_cut_off(
 
 
 async def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "BODY_S", 0.05)
+    monkeypatch.setattr(bodies, "BODY_S", 0.05)
     async with serving(FakeFrontend()) as url, connected(url) as (reader, writer):
         writer.write(WHOLE[:-1])
         assert b"408 Request Timeout" in await asyncio.wait_for(reader.read(), 60)
