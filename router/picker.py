@@ -54,25 +54,20 @@ class PickerServicer(ExternalProcessorServicer):
         reader = head.reader(refuse_unknown=self._refuse_unknown)
         if reader is not None and head.request_body_mode in _WHOLE:
             yield passed(first, head)  # they wait at the gateway until the body is answered
-        place: Place | None = None
         try:
-            try:
-                place, replies = await self._choose(head, reader, messages)
-            except PageferryError as error:
-                yield refused(error, head)
+            place, replies = await self._choose(head, reader, messages)
+        except PageferryError as error:
+            yield refused(error, head)
+            return
+        for reply in replies:
+            yield reply
+        while (message := await self._next(messages)) is not None:
+            is_answer = message.HasField("response_headers")
+            if is_answer and place is not None:
+                self._answered(message, place)
+            yield passed(message, head)
+            if is_answer and head.response_body_mode == _MODE.NONE:
                 return
-            for reply in replies:
-                yield reply
-            while (message := await self._next(messages)) is not None:
-                is_answer = message.HasField("response_headers")
-                if is_answer and place is not None:
-                    self._answered(message, place)
-                yield passed(message, head)
-                if is_answer and head.response_body_mode == _MODE.NONE:
-                    return
-        finally:
-            if place is not None:
-                place.close()
 
     async def _choose(
         self, head: Head, reader: Reader | None, messages: Messages
@@ -129,7 +124,7 @@ class PickerServicer(ExternalProcessorServicer):
 
     def _answered(self, message: envoy.ProcessingRequest, place: Place) -> None:
         place.arrived()
-        if place.is_counted and (endpoint := served_of(message)):
+        if place.is_generation and (endpoint := served_of(message)):
             self._picks.metrics.count_served(endpoint, place.endpoints)
 
     async def _next(self, messages: Messages) -> envoy.ProcessingRequest | None:

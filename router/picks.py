@@ -46,43 +46,29 @@ class Question:
 
 
 class Place:
-    """Endpoints for one request, the best first; it is counted against the workers of the first one."""
+    """Endpoints for one request, the best first.
+
+    It is counted against the workers of the first one until it must have arrived there, and holds nothing from then on,
+    however long the gateway's stream lives.
+    """
 
     def __init__(
-        self,
-        endpoints: tuple[str, ...],
-        traceparent: str = "",
-        grant: Grant | None = None,
-        release: Callable[[], None] = lambda: None,
+        self, endpoints: tuple[str, ...], traceparent: str = "", hand_over: Callable[[], None] | None = None
     ) -> None:
-        """The caller owes `close`. `traceparent` is that of the choice's span."""
+        """`traceparent` is that of the choice's span; `hand_over`, of a generation, ends the count."""
         self.endpoints = endpoints
         self.traceparent = traceparent
-        self._works = [] if grant is None else [grant.prefill_work, grant.decode_work]
-        self._release = release
-        self._loop = asyncio.get_running_loop()
-        self._arrival = self._loop.call_later(ARRIVAL_S, self.arrived) if self._works else None
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether it is a generation's."""
-        return bool(self._works)
+        self.is_generation = hand_over is not None
+        self._hand_over = hand_over
+        if hand_over is not None:
+            self._arrival = asyncio.get_running_loop().call_later(ARRIVAL_S, self.arrived)
 
     def arrived(self) -> None:
         """The worker has it: its next load report takes the place of what was counted here; idempotent."""
-        if self._arrival is not None:
+        if self._hand_over is not None:
             self._arrival.cancel()
-            self._arrival = None
-        for work in self._works:
-            if work is not None:
-                work.accepted = True
-
-    def close(self) -> None:
-        """No more will be heard of it. What is on its way then stays counted until it must have arrived."""
-        if self._arrival is None:
-            self._release()
-        else:
-            self._loop.call_at(self._arrival.when(), self._release)
+            hand_over, self._hand_over = self._hand_over, None
+            hand_over()
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +122,8 @@ class Picks:
             endpoints = self._endpoints(ask, grant, question.only, span)
             span.set_attribute("pageferry.pick.tokenize_ms", admitted.tokenize_s * 1000)
             span.set_attribute("pageferry.pick.queue_ms", (grant.ended - ask.enqueued) * 1000)
-            return Place(endpoints, traceparent_of(span), grant, stack.pop_all().close)
+            stack.callback(grant.hand_over)  # and then all else is given back
+            return Place(endpoints, traceparent_of(span), stack.pop_all().close)
 
     async def _granted(self, ask: Ask) -> Grant:
         wait_s = self.serving.config.picker_wait_s

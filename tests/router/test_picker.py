@@ -323,7 +323,38 @@ async def test_it_is_counted_until_its_worker_can_count_it(picking: Any, monkeyp
         await rig.gateway.ask(chat(), call=call)
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
-        await eventually(lambda: not view.uncounted)
+        await eventually(lambda: all(work.accepted for work in view.uncounted))
+        await rig.set_load(0, waiting=5)
+        assert not view.uncounted
+
+
+@pytest.mark.parametrize("then", ["silent", "half closed", "answered"])
+async def test_a_stream_that_never_ends_holds_nothing_of_its_pick(
+    picking: Any, then: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(picks_module, "ARRIVAL_S", 60 if then == "answered" else 0.01)
+    profiles = tmp_path / "profiles.toml"
+    profiles.write_text("[profiles.interactive]\nmax_running = 1\n")
+    async with picking(num_decode=1, router={"profiles_file": str(profiles), "picker_wait_s": 60}) as rig:
+        calls = []
+        for _ in range(3):  # each of which waits until the one before holds its profile no more
+            calls.append(call := rig.gateway.open())
+            told = await rig.gateway.ask(chat(), call=call, response_body_mode=MODE.FULL_DUPLEX_STREAMED)
+            assert told.endpoints == [A]
+            if then == "half closed":
+                await call.done_writing()
+            elif then == "answered":
+                await call.write(answer_of(A))
+                assert (await call.read()).HasField("response_headers")
+        await eventually(lambda: not any(worker.num_granted for worker in rig.fleet.workers))
+        assert [status.running for status in rig.frontend.get_status().profiles if status.name == "interactive"] == [0]
+        await rig.set_load(0, waiting=1)
+        assert not any(worker.view.uncounted for worker in rig.fleet.of(Role.DECODE))
+        if then == "silent":  # for as long as the model thinks: it lives on, and is of use
+            for number, call in enumerate(calls, 1):
+                await call.write(answer_of(A))
+                assert (await call.read()).HasField("response_headers")
+                assert rig.value("pageferry_picks_served_total", by="first") == number
 
 
 async def test_who_has_served_is_counted_and_the_stream_ends_with_the_answers_headers(picking: Any) -> None:
