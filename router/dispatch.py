@@ -118,8 +118,10 @@ class Dispatcher:
         """Send off those of the queue that workers can take, in its order."""
         for late in self._queue.expire(self._clock()):
             _fail(late, self._late(late))
+        self._profiles.look(len(self._queue), lambda: _share(self._fleet.ready(Role.DECODE)))
+        if not len(self._queue):  # each of hundreds of workers' reports comes here
+            return
         decodes = self._fleet.ready(Role.DECODE)
-        self._profiles.look(len(self._queue), lambda: _share(decodes))
         awaited: set[Worker] = set()  # decode workers that those before wait for
         for ask in self._queue.waiting():
             if self._lanes.holds(ask):

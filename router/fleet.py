@@ -1,15 +1,15 @@
 """The workers that the router watches: which are there, which may be used, and which fit together."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
 import grpc
 
 from pageferry.core.addresses import parse_worker
-from pageferry.core.errors import FailedPreconditionError
 from pageferry.router.discovery import Discovery
+from pageferry.router.fits import Fits
 from pageferry.router.workers import Role, Worker, WorkerState
 from pageferry.runtime.logs import log
 from pageferry.runtime.names import Resolve, system_resolver
@@ -44,6 +44,7 @@ class Fleet:
         self._silence_s = silence_s
         self._discovery_s = discovery_s
         self._names: list[Discovery] = []
+        self._fits = Fits()
         self._tasks: dict[Worker | Discovery, asyncio.Task[None]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         self._is_started = False
@@ -89,11 +90,16 @@ class Fleet:
         to be seen first, or one was refused: that is a mistake of who has set it up, and shall show. Of those behind a
         name any is enough to have been seen.
         """
-        hindered = any(not name.was_met for name in self._names if name.role is Role.PREFILL)
-        for worker in self.of(Role.PREFILL):
-            is_unseen = worker.state is WorkerState.WARMING and not worker.name
-            hindered = hindered or is_unseen or worker.state is WorkerState.REFUSED
-        return bool(self.ready(Role.DECODE)) and (bool(self.ready(Role.PREFILL)) or not hindered)
+        has_decode, has_prefill = (
+            any(worker.is_ready for worker in self.of(role)) for role in (Role.DECODE, Role.PREFILL)
+        )
+        if not has_decode or has_prefill:
+            return has_decode
+        states = [(worker.state, worker.name) for worker in self.of(Role.PREFILL)]
+        is_one_unseen = any(state is WorkerState.WARMING and not name for state, name in states)
+        is_one_refused = any(state is WorkerState.REFUSED for state, _ in states)
+        are_all_met = all(name.was_met for name in self._names if name.role is Role.PREFILL)
+        return are_all_met and not is_one_unseen and not is_one_refused
 
     def why_hopeless(self) -> str:
         """Why no decode worker can serve, nor is about to be able to; empty where one can or is."""
@@ -129,12 +135,13 @@ class Fleet:
         worker = Worker(role, address, channel, self._model, name.text if name is not None else "")
         self.workers.append(worker)
         self.of(role).append(worker)
+        self._fits.add(worker)
         if self._is_started:
             log("worker_added", role=role.value, address=address)
             self._watch(worker)
 
     def _watch(self, worker: Worker) -> None:
-        watch = worker.watch(self._changed, self._silence_s)
+        watch = worker.watch(partial(self._look, worker), self._silence_s)
         self._tasks[worker] = asyncio.create_task(watch, name=f"watch {worker.address}")
 
     def _remove(self, worker: Worker) -> None:
@@ -142,21 +149,28 @@ class Fleet:
         log("worker_removed", role=worker.role.value, address=worker.address, state=worker.state.value)
         self.workers.remove(worker)
         self.of(worker.role).remove(worker)
+        _log_refused(self._fits.remove(worker))
         leaving = asyncio.create_task(_end(worker, self._tasks.pop(worker)), name=f"leave {worker.address}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
+    def _look(self, worker: Worker) -> None:
+        """Of one that has told something, or is lost. Most often it is its load, which is nothing to the others."""
+        _log_refused(self._fits.look(worker))
+        if worker.name and worker.is_alive:
+            for name in self._names:
+                name.was_met = name.was_met or (name.text, name.role) == (worker.name, worker.role)
+        self._changed()
+
     def _changed(self) -> None:
-        before = [worker.misfit for worker in self.workers]
-        refuse_misfits(self.workers)
-        for name in self._names:
-            name.was_met = name.was_met or any(worker.is_alive for worker in self._behind(name))
-        for worker, misfit in zip(self.workers, before, strict=True):
-            if worker.misfit and worker.misfit != misfit:
-                role, address = worker.role.value, worker.address
-                log("worker_refused", level="warning", role=role, address=address, reason=worker.misfit)
         for listener in self.listeners:
             listener()
+
+
+def _log_refused(workers: Iterable[Worker]) -> None:
+    for worker in workers:
+        role, address = worker.role.value, worker.address
+        log("worker_refused", level="warning", role=role, address=address, reason=worker.misfit)
 
 
 async def _end(worker: Worker, watch: "asyncio.Task[None]") -> None:
@@ -164,47 +178,3 @@ async def _end(worker: Worker, watch: "asyncio.Task[None]") -> None:
     with suppress(asyncio.CancelledError):
         await watch
     await worker.close()
-
-
-def refuse_misfits(workers: Sequence[Worker]) -> None:
-    """Set `misfit` of each worker that is connected, by itself and by the page layouts of the other role's workers.
-
-    A worker fits if pages can be shipped between it and a connected one of the other role; where none is connected, it
-    fits too. Of several addresses that lead to one process, as those of two IP families may, the first is used.
-    """
-    for worker in workers:
-        worker.misfit = worker.own_misfit()
-    first: dict[tuple[Role, bytes], Worker] = {}
-    connected = [worker for worker in workers if worker.state in (WorkerState.READY, WorkerState.DRAINING)]
-    for worker in connected:
-        twin = first.setdefault((worker.role, worker.view.incarnation), worker)
-        if twin is not worker:
-            worker.misfit = f"it is the process that {twin.address} leads to"
-    problems = {worker: _layout_problem(worker, connected) for worker in connected}
-    for worker, problem in problems.items():
-        if problem and not worker.misfit:
-            worker.misfit = problem
-
-
-def _layout_problem(worker: Worker, connected: Sequence[Worker]) -> str:
-    others = [other for other in connected if other.role is not worker.role]
-    ours = worker.view.layout
-    if ours is None or not others or any(_fits(worker, other) for other in others):
-        return ""
-    theirs = others[0].view.layout
-    assert theirs is not None, "a connected worker has a snapshot"
-    try:
-        ours.check_equal(
-            theirs, ours=f"{worker.role.value} {worker.address}", theirs=f"{others[0].role.value} {others[0].address}"
-        )
-    except FailedPreconditionError as error:
-        return error.message
-    return ""
-
-
-def _fits(one: Worker, other: Worker) -> bool:
-    """Whether the one that is a prefill worker can fill the pages of the one that is a decode worker."""
-    sender, receiver = (one, other) if one.role is Role.PREFILL else (other, one)
-    if sender.view.layout is None or receiver.view.layout is None:
-        return False
-    return sender.view.layout.ships_to(receiver.view.layout)

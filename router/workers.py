@@ -96,6 +96,11 @@ class Worker:
         return self.is_ready or self._link is WorkerState.STALE
 
     @property
+    def is_connected(self) -> bool:
+        """Whether its watch stream is good, whatever it tells."""
+        return self._link is WorkerState.READY
+
+    @property
     def is_alive(self) -> bool:
         """Whether it is heard of, or may be again in a moment."""
         return self._link in (WorkerState.READY, WorkerState.STALE)

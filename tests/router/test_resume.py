@@ -73,7 +73,9 @@ def fall_silent(router: Rig, fake: FakeDecode | FakePrefill) -> None:
     for worker in router.fleet.workers:
         if worker.address == fake.address:
             router.fleet._tasks[worker].cancel()
-            router.fleet._tasks[worker] = asyncio.create_task(worker.watch(router.fleet._changed, silence_s=0.1))
+            router.fleet._tasks[worker] = asyncio.create_task(
+                worker.watch(partial(router.fleet._look, worker), silence_s=0.1)
+            )
 
 
 @pytest.mark.field("ai-dynamo/dynamo#7930", "ai-dynamo/dynamo#1930", "ai-dynamo/dynamo#2310")
