@@ -9,7 +9,6 @@ from typing import Any
 
 from opentelemetry.util.types import AttributeValue
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -44,8 +43,8 @@ from pageferry.router.gateway.responses_reply import ResponsesReply
 from pageferry.router.gateway.responses_request import parse_responses
 from pageferry.router.gateway.strict_json import Json, dump
 from pageferry.runtime.logs import log
-from pageferry.runtime.metrics import readable
 from pageferry.runtime.rpc_spans import extract_context
+from pageferry.runtime.scrapes import Scrapes
 from pageferry.v1 import inference_pb2 as pb
 
 _MAX_DROPPED_BYTES = 64 * 2**20  # of a body that is too large
@@ -63,7 +62,7 @@ def build_app(
     page: Page | None = None,
 ) -> ASGIApp:
     """The gateway; `bodies` bounds bodies before they are parsed, `cors_origins` are whose pages may call."""
-    gateway = _Gateway(frontend, registry, bodies or Bodies(), int(time.time()), refuse_unknown)
+    gateway = _Gateway(frontend, Scrapes(registry), bodies or Bodies(), int(time.time()), refuse_unknown)
     handlers: Mapping[Any, Any] = {
         PageferryError: _on_error,
         HTTPException: _on_http_error,
@@ -87,7 +86,7 @@ def build_app(
 @dataclass(frozen=True, slots=True)
 class _Gateway:
     frontend: Generator
-    registry: CollectorRegistry
+    scrapes: Scrapes
     bodies: Bodies
     created: int
     refuse_unknown: bool
@@ -130,8 +129,8 @@ class _Gateway:
 
     async def metrics(self, request: Request) -> Response:
         self.frontend.check_admin(authorization_of(request), "metrics")
-        encode, content_type = choose_encoder(readable(request.headers.get("accept", "")))
-        body = await asyncio.to_thread(encode, self.registry)  # it takes milliseconds, for which streams would wait
+        text, content_type = self.scrapes.ask(request.headers.get("accept", ""))
+        body = await asyncio.shield(asyncio.wrap_future(text))  # others wait for it, too
         return Response(body, media_type=content_type)
 
     async def version(self, request: Request) -> Response:

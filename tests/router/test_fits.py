@@ -1,4 +1,4 @@
-"""Which workers fit together: the same as if all were looked at anew, at a cost that does not grow with their number."""
+"""Which workers fit together: as if all were looked at anew, at a cost that does not grow with them."""
 
 import random
 from collections.abc import AsyncIterator, Sequence

@@ -18,10 +18,10 @@ from prometheus_client import (
     start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pageferry import __version__
+from pageferry.runtime.scrapes import Scrapes
 from pageferry.runtime.tls import Certificates
 
 # Of all durations: neighbours differ by a factor of 2 at most, from 1 ms to the longest lease that can be set, an hour.
@@ -62,15 +62,6 @@ def exemplar_of(span: Span) -> dict[str, str] | None:
     """What leads from an observation to the trace; None where none is kept."""
     context = span.get_span_context()
     return {"trace_id": format_trace_id(context.trace_id)} if context.trace_flags.sampled else None
-
-
-def readable(accept: str) -> str:
-    """What a scraper accepts; nothing in particular where the library fails over it, as over a version of words."""
-    try:
-        choose_encoder(accept)
-    except TypeError:
-        return ""
-    return accept
 
 
 class Reading(Collector):
@@ -149,10 +140,7 @@ class Metrics:
                 "client_auth_required": bool(ca),
             }
         server: Any = start_http_server(port, host, self.registry, **shown)[0]
-        answer = server.get_app()
-        server.set_app(
-            lambda environ, start: answer(environ | {"HTTP_ACCEPT": readable(environ.get("HTTP_ACCEPT", ""))}, start)
-        )
+        server.set_app(Scrapes(self.registry).answer)
         server.RequestHandlerClass = type("Handler", (server.RequestHandlerClass,), {"timeout": SILENCE_S})
         server.handle_error = lambda *_: None  # of a connection that broke, by whomever: it would print a traceback
         if certificates is not None:
