@@ -16,11 +16,11 @@ from pageferry.router.candidates import Demand
 from pageferry.router.failures import RefusedError, WorkerFailedError
 from pageferry.router.recovery import Recovery
 from pageferry.router.serving import Serving
-from pageferry.router.telemetry import PastSpans
 from pageferry.router.timeline import Timeline
 from pageferry.router.work import ask_of, demand_of, work_of
 from pageferry.runtime.convert import finish_to_proto
 from pageferry.runtime.convert_work import work_to_proto
+from pageferry.runtime.telemetry import PastSpans
 from pageferry.text.detokenize import TextStream
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.types_pb2 import FINISH_REASON_STOP, FINISH_REASON_UNSPECIFIED, FinishReason, Hypothesis
@@ -52,7 +52,8 @@ class Generation:
         self._text = text
         self._span = get_current_span(context)
         self._telemetry = serving.telemetry
-        self._spans = PastSpans(serving.telemetry.tracer, context, timeline)
+        self._context = context
+        self._spans = PastSpans(serving.telemetry.tracer, lambda: timeline.wall_ns(0.0))
         self._output_ids: list[int] = []
         self._recovery = Recovery(serving, admitted.request_id, self._span)
         self._error: PageferryError | None = None  # that was given to `end`
@@ -185,12 +186,12 @@ class Generation:
             raise self._recovery.with_cause(error) from error
         finally:
             left = grant.began if grant is not None else self._clock()
-            self._spans.record("queue", enqueued, left, {})
+            self._spans.record("queue", self._context, enqueued, left, {})
             self._telemetry.left_queue(self._span, left - enqueued)
         if self.timeline.first_token is None:
             self.timeline.parts.queue_ms += (grant.ended - enqueued) * 1000
         attributes = {"pageferry.route.source": grant.route.source.value, **grant.route.attributes}
-        self._spans.record("route", grant.began, grant.ended, attributes)
+        self._spans.record("route", self._context, grant.began, grant.ended, attributes)
         return grant
 
     def _attempt(self, grant: Grant, deadline: float | None) -> Attempt:

@@ -1,11 +1,8 @@
-"""What the router observes of a request as a whole, on its span and in its metrics, and spans of its parts."""
+"""What the router observes of a request as a whole, on its span and in its metrics."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from opentelemetry.context import Context
 from opentelemetry.trace import Span, Tracer, format_trace_id
-from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.errors import DataLossError, InternalError, PageferryError
 from pageferry.router.metrics import RouterMetrics
@@ -14,7 +11,6 @@ from pageferry.router.request_span import describe_times, describe_usage, set_ou
 from pageferry.router.timeline import Timeline
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import exemplar_of
-from pageferry.runtime.telemetry import record_span
 from pageferry.runtime.trace_store import TraceStore
 from pageferry.v1.types_pb2 import FinishReason, Usage
 
@@ -78,17 +74,3 @@ class Telemetry:
             self.metrics.observe_first_token(timeline.first_token_ms())
             if timeline.pages.shipped:
                 self.metrics.observe_second_token(timeline.second_token_ms())
-
-
-class PastSpans:
-    """Spans of what is over, as children of a context's span."""
-
-    def __init__(self, tracer: Tracer, context: Context, timeline: Timeline) -> None:
-        self._tracer = tracer
-        self._context = context
-        self._timeline = timeline
-
-    def record(self, name: str, began: float, ended: float, attributes: Mapping[str, AttributeValue]) -> None:
-        """From one time of the router's clock to another."""
-        start_ns, end_ns = map(self._timeline.wall_ns, (began, ended))
-        record_span(self._tracer, name, self._context, start_ns, end_ns, attributes)

@@ -19,7 +19,7 @@ from pageferry.core.errors import InvalidArgumentError
 from pageferry.runtime import span_export
 from pageferry.runtime.rpc_spans import extract_context
 from pageferry.runtime.server import GrpcServer
-from pageferry.runtime.telemetry import configure_tracing, record_span
+from pageferry.runtime.telemetry import PastSpans, configure_tracing
 from pageferry.runtime.trace_store import TraceReceiver, TraceStore
 
 PROCESS = """
@@ -118,8 +118,9 @@ async def test_a_recorded_span_has_its_own_times_and_its_contexts_parent() -> No
     tracer = log.tracer()
     parent = tracer.start_span("pageferry.request", start_time=1_000)
     context = trace.set_span_in_context(parent)
-    record_span(tracer, "queue", context, 2_000, 5_000, {"pageferry.priority": 3})
-    record_span(tracer, "never negative", context, 7_000, 6_000, {})
+    spans = PastSpans(tracer, lambda: 1_000)
+    spans.record("queue", context, 1e-6, 4e-6, {"pageferry.priority": 3})
+    spans.record("never negative", context, 6e-6, 5e-6, {})
     parent.end(9_000)
     queue, backwards, _ = log.spans
     assert_one_tree(log.spans)

@@ -12,7 +12,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, Sampler, TraceIdRatioBased
-from opentelemetry.trace import Link, Span, SpanKind, Tracer
+from opentelemetry.trace import Link, SpanKind, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.config import TelemetryConfig, collector_of
@@ -145,16 +145,25 @@ def _exporter(endpoint: str, certificates: Certificates | None) -> _Exporter:
     return _Exporter(connect, certificates)
 
 
-def record_span(
-    tracer: Tracer,
-    name: str,
-    context: Context | None,
-    start_ns: int,
-    end_ns: int,
-    attributes: Mapping[str, AttributeValue],
-    links: Sequence[Link] = (),
-) -> Span:
-    """A span of something that is over; times are wall-clock nanoseconds. Its parent is the context's span."""
-    span = tracer.start_span(name, context, SpanKind.INTERNAL, attributes, links, start_time=start_ns)
-    span.end(max(start_ns, end_ns))
-    return span
+class PastSpans:
+    """Records spans of what is over, from seconds of a clock that starts anywhere."""
+
+    def __init__(self, tracer: Tracer, offset_ns: Callable[[], int]) -> None:
+        """`offset_ns`: what the wall clock said, or would have, when that clock was at 0."""
+        self._tracer = tracer
+        self._offset_ns = offset_ns
+
+    def record(
+        self,
+        name: str,
+        parent: Context,
+        start: float,
+        end: float,
+        attributes: Mapping[str, AttributeValue],
+        links: Sequence[Link] = (),
+    ) -> None:
+        """Its parent is the context's span."""
+        offset_ns = self._offset_ns()
+        start_ns, end_ns = (offset_ns + round(seconds * 1e9) for seconds in (start, end))
+        span = self._tracer.start_span(name, parent, SpanKind.INTERNAL, attributes, links, start_time=start_ns)
+        span.end(max(start_ns, end_ns))

@@ -2,15 +2,15 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence as ListLike
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import time_ns
 from typing import Any, Generic, Protocol, TypeVar
 
 from opentelemetry.context import Context
 from opentelemetry.trace import Link, Tracer, get_current_span
-from opentelemetry.util.types import AttributeValue
 
 from pageferry.core.constraint import Constraint
 from pageferry.core.errors import AlreadyExistsError, FailedPreconditionError, PageferryError, UnavailableError
@@ -21,7 +21,7 @@ from pageferry.runtime.engine_thread import EngineThread, Stepper
 from pageferry.runtime.logs import log
 from pageferry.runtime.metrics import Metrics
 from pageferry.runtime.reports import Publisher
-from pageferry.runtime.telemetry import record_span
+from pageferry.runtime.telemetry import PastSpans
 from pageferry.runtime.worker_step import ChunkDone, StepDone
 
 MAX_PROFILE_CHARACTERS = 64
@@ -54,7 +54,7 @@ class WorkCalls(ABC, Generic[Call, Event]):
     def __init__(self, step: Stepper[Event], tracer: Tracer, publisher: Publisher, clock: Callable[[], float]) -> None:
         self._publisher = publisher
         self._clock = clock
-        self._spans = PastSpans(tracer, clock)
+        self._spans = PastSpans(tracer, partial(wall_offset_ns, clock))
         self._ids = LiveIds()
         self._calls: dict[Sequence, Call] = {}
         self.engine: EngineThread[Event] = self.engine_type(step, self._deliver, name="engine", clock=clock)
@@ -150,32 +150,13 @@ class LiveIds:
             self._ids.remove(request_id)
 
 
-class PastSpans:
-    """Records spans of what is over, from seconds of the worker's clock."""
-
-    def __init__(self, tracer: Tracer, clock: Callable[[], float]) -> None:
-        self._tracer = tracer
-        self._clock = clock
-
-    def record(
-        self,
-        name: str,
-        parent: Context,
-        start: float,
-        end: float,
-        attributes: Mapping[str, AttributeValue],
-        links: ListLike[Link] = (),
-    ) -> None:
-        wall = self._wall_offset_ns()
-        record_span(self._tracer, name, parent, wall + int(start * 1e9), wall + int(end * 1e9), attributes, links)
-
-    def _wall_offset_ns(self) -> int:
-        """From the worker's clock to the wall clock; both are read again where something came between the readings."""
-        for _ in range(3):
-            before, wall, after = self._clock(), time_ns(), self._clock()
-            if after - before < _HELD_UP_S:
-                break
-        return wall - int((before + after) / 2 * 1e9)
+def wall_offset_ns(clock: Callable[[], float]) -> int:
+    """From the clock to the wall clock; both are read again where something came between the readings."""
+    for _ in range(3):
+        before, wall, after = clock(), time_ns(), clock()
+        if after - before < _HELD_UP_S:
+            break
+    return wall - round((before + after) / 2 * 1e9)
 
 
 @dataclass(slots=True)
