@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from cluster import connected, generate, greedy, running
-from collector import collecting
+from collectors import collecting
 from traces import SPLIT_SPANS, counts, orphans
 
 

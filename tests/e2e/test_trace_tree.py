@@ -11,7 +11,7 @@ import httpx
 import pytest
 from answer import Answer
 from cluster import Cluster, connected, generate, greedy, running, wait_idle
-from collector import Collector, collecting
+from collectors import Collector, collecting
 from trace_tree import assert_sums, assert_tree, whole_trace
 from traces import DECODE_RPC, PREFILL_RPC, SPLIT_SPANS, Span, conventional_names, counts
 

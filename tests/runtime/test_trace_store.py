@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 import pytest
+from fake_trace import of_service as group, value
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
-from opentelemetry.proto.resource.v1.resource_pb2 import Resource
-from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, TracesData
+from opentelemetry.proto.common.v1.common_pb2 import KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, TracesData
 from opentelemetry.trace import NoOpTracer, Tracer, set_span_in_context
 
 from pageferry.core.config import ServerConfig, TelemetryConfig
@@ -22,14 +22,8 @@ from pageferry.runtime.telemetry import configure_tracing
 from pageferry.runtime.trace_store import TraceReceiver, TraceStore
 
 
-def text(key: str, value: str) -> KeyValue:
-    return KeyValue(key=key, value=AnyValue(string_value=value))
-
-
-def group(service: str, *spans: Span) -> ResourceSpans:
-    return ResourceSpans(
-        resource=Resource(attributes=[text("service.name", service)]), scope_spans=[ScopeSpans(spans=spans)]
-    )
+def text(key: str, text: str) -> KeyValue:
+    return KeyValue(key=key, value=value(text))
 
 
 def a_span(trace_id: bytes, name: str, request_id: str = "") -> Span:

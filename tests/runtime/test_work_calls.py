@@ -3,10 +3,8 @@ import time
 
 import pytest
 from opentelemetry import context as otel_context
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import generate_latest
+from spans import SpanLog
 
 from pageferry.core.errors import AlreadyExistsError, ResourceExhaustedError
 from pageferry.runtime.metrics import Metrics
@@ -49,13 +47,12 @@ def test_a_call_is_counted_once_by_its_outcome(error: BaseException | None, outc
     assert counted_lines == [f'pageferry_requests_total{{outcome="{outcome}"}} 1.0']
 
 
-def test_spans_of_the_past_lie_as_far_back_on_the_wall_clock_as_on_the_workers() -> None:
-    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    spans = PastSpans(provider.get_tracer("test"), lambda: wall_offset_ns(lambda: 500.0))
+async def test_spans_of_the_past_lie_as_far_back_on_the_wall_clock_as_on_the_workers() -> None:
+    log = SpanLog()
+    spans = PastSpans(log.tracer(), lambda: wall_offset_ns(lambda: 500.0))
     spans.record("chunk", otel_context.get_current(), 490.0, 492.5, {"pageferry.chunk.tokens": 7})
     spans.record("later", otel_context.get_current(), 492.5, 493.0, {})
-    chunk, later = exporter.get_finished_spans()
+    chunk, later = log.spans
     assert chunk.start_time is not None
     assert chunk.end_time is not None
     assert later.start_time is not None

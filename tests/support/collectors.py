@@ -1,20 +1,26 @@
-"""Collectors of spans: one that works or takes its time, and ways of being away. Each is a context that gives a URL."""
+"""Collectors of spans: one that keeps what comes, one that takes its time, and ways of being away, which give a URL."""
 
 import contextlib
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 from links import hold_port
+from moments import until
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from traces import Span, spans_of
 
 _FULL_S = 0.3  # what no connection to this machine takes
+PATIENCE_S = 60.0
 
 
 @contextlib.contextmanager
@@ -50,7 +56,7 @@ def black_hole() -> Iterator[str]:
 def working(delay_s: float = 0.0, take: Callable[[pb.ExportTraceServiceRequest], None] | None = None) -> Iterator[str]:
     """Takes what comes, and says so after a while."""
     server = grpc.server(ThreadPoolExecutor(8))
-    add_TraceServiceServicer_to_server(_Collector(delay_s, take), server)
+    add_TraceServiceServicer_to_server(_Service(delay_s, take), server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -59,7 +65,7 @@ def working(delay_s: float = 0.0, take: Callable[[pb.ExportTraceServiceRequest],
         server.stop(0).wait()
 
 
-class _Collector(TraceServiceServicer):  # type: ignore[misc]
+class _Service(TraceServiceServicer):  # type: ignore[misc]
     def __init__(self, delay_s: float, take: Callable[[pb.ExportTraceServiceRequest], None] | None) -> None:
         self._delay_s = delay_s
         self._take = take
@@ -69,6 +75,62 @@ class _Collector(TraceServiceServicer):  # type: ignore[misc]
             self._take(request)
         time.sleep(self._delay_s)
         return pb.ExportTraceServiceResponse()
+
+
+class Collector:
+    """Keeps what comes, spans of Envoy's and of ours alike."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self._spans: list[Span] = []
+        self._changed = threading.Condition()
+
+    def take(self, request: pb.ExportTraceServiceRequest) -> None:
+        come = spans_of(TracesData(resource_spans=request.resource_spans).SerializeToString())
+        with self._changed:
+            self._spans += come
+            self._changed.notify_all()
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return self.url.removeprefix("http://")
+
+    @property
+    def spans(self) -> list[Span]:
+        """All that have come, earliest first."""
+        with self._changed:
+            return sorted(self._spans, key=lambda span: span.start_ns)
+
+    def named(self, name: str) -> list[Span]:
+        return [span for span in self.spans if span.name == name]
+
+    def of(self, service: str, trace_id: str) -> list[Span]:
+        return [span for span in self.spans if (span.service, span.trace_id) == (service, trace_id)]
+
+    def wait(self, ready: Callable[[list[Span]], bool]) -> list[Span]:
+        """All spans, once they are as `ready` wants them."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: ready(self._spans), PATIENCE_S), self._told()
+        return self.spans
+
+    async def until(self, reached: Callable[[], bool], what: str) -> None:
+        try:
+            await until(reached, what, PATIENCE_S)
+        except AssertionError as error:
+            error.add_note(self._told())
+            raise
+
+    def _told(self) -> str:
+        return f"of {Counter((span.service, span.name, span.kind) for span in self._spans)}"
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Collector]:
+    collector = Collector()
+    with working(take=collector.take) as url:
+        collector.url = url
+        yield collector
 
 
 AWAY: Mapping[str, Callable[[], contextlib.AbstractContextManager[str]]] = {

@@ -27,7 +27,6 @@ class PushLink:
     def __init__(self, target: str, faults: deque[Fault] | None = None) -> None:
         self.target = target
         self.faults: deque[Fault] = deque() if faults is None else faults
-        self.num_pushes = 0
         self.num_pages = 0  # that have come, here or through shared memory
         self._holder = hold_port()
         self._executor = ThreadPoolExecutor(_MAX_PUSHES, thread_name_prefix="pushes")
@@ -54,7 +53,6 @@ class PushLink:
         self._holder.close()
 
     def _pass_on(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        self.num_pushes += 1
         fault = self.faults.popleft() if self.faults else iter
         away = (message.SerializeToString() for message in fault(self._singly(requests)))
         call = self._push(_until_broken(away, context), metadata=_own(context.invocation_metadata()))

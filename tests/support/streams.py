@@ -8,7 +8,7 @@ from typing import Any, Self
 import grpc
 from answer import Answer
 from cluster import Stub
-from traces import Span, one, spans_of, wait_trace
+from traces import Span, one, wait_trace
 
 from pageferry.v1 import inference_pb2 as pb
 
@@ -95,8 +95,3 @@ class Stream:
 async def request_span(stub: Stub, trace_id: str) -> Span:
     """The router's own, once it has ended."""
     return one(await wait_trace(stub, trace_id, _REQUEST), "pageferry.request", "SERVER")
-
-
-async def names_of_spans(stub: Stub, trace_id: str) -> list[str]:
-    """Those that have come by now."""
-    return [span.name for span in spans_of((await stub.GetTrace(pb.GetTraceRequest(id=trace_id))).traces_data)]

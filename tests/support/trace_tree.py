@@ -2,7 +2,7 @@
 
 import pytest
 from answer import Answer
-from collector import Collector
+from collectors import Collector
 from traces import DECODE_RPC, PREFILL_RPC, Span, orphans, parent, roots
 
 REQUEST = ("pageferry.request", "SERVER")

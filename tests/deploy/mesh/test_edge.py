@@ -15,7 +15,7 @@ import httpx
 import programs
 import pytest
 from cluster import Cluster, generate
-from collector import Collector, collecting
+from collectors import Collector, collecting
 from envoys import ROOT, SHIPPED, Envoy, edge_places
 from fake_router import FakeRouter
 from manifests import workloads

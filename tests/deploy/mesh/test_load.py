@@ -13,7 +13,7 @@ import grpc
 import httpx
 import pytest
 from cluster import Stub, generate, greedy
-from collector import Collector, collecting
+from collectors import Collector, collecting
 from envoys import ANY_PORT, Envoy
 from loopback import free_port
 from services import Deployment
