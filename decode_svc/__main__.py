@@ -78,7 +78,7 @@ class DecodeMain(WorkerMain[DecodeWorker], DecodeServiceServicer, PageServiceSer
         step = DecodeStep(scheduler, pools, tickets, engine.runner, parts.clock, traces_steps=traces_steps)
         server = parts.config.server
         kv_endpoint = f"{advertised_host(server)}:{server.advertised_port or parts.port}"
-        served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff, engine.pages)
+        served = Served(limits, engine.pages, parts.executor, kv_endpoint, handoff)
         worker = DecodeWorker(step, served, parts.tracer, parts.publisher, parts.clock)
         model = parts.config.engine.model
         worker.constraints = Grammars(lambda: load_tokenizer(resolve_model(model)), limits.vocab_size)

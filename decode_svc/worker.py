@@ -13,7 +13,6 @@ from pageferry.core.config import HandoffConfig
 from pageferry.core.errors import CancelledError, PageferryError, invalid
 from pageferry.core.handoff import TICKET_BYTES
 from pageferry.core.limits import ModelLimits
-from pageferry.core.page_io import DeviceClock, PageSink
 from pageferry.core.plan import Emitted
 from pageferry.decode_svc.call import Call, first_own_ms
 from pageferry.decode_svc.desk import EngineDesk
@@ -26,6 +25,7 @@ from pageferry.runtime.engine_thread import call_on_loop
 from pageferry.runtime.receive import PageReceiver
 from pageferry.runtime.reports import Publisher
 from pageferry.runtime.work_calls import WorkCalls, counted, profile_attributes
+from pageferry.runtime.worker_main import PageStore
 from pageferry.runtime.worker_step import ChunkDone, StepDone
 from pageferry.v1 import decode_pb2 as pb
 
@@ -35,11 +35,10 @@ class Served:
     """What the worker serves, and where its PageService is."""
 
     limits: ModelLimits
-    pages: PageSink
+    pages: PageStore
     executor: ThreadPoolExecutor  # the one transfer thread
     kv_endpoint: str
     handoff: HandoffConfig
-    clock: DeviceClock | None = None  # of the device that the pages are on
 
 
 class DecodeWorker(WorkCalls[Call, Event]):
@@ -66,7 +65,7 @@ class DecodeWorker(WorkCalls[Call, Event]):
             served.executor,
             served.handoff,
             on_over=publisher.count_push,
-            clock=served.clock,
+            clock=served.pages,
         )
 
     async def decode(self, request: pb.DecodeRequest, context: Any) -> None:

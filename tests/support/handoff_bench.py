@@ -186,7 +186,7 @@ class DecodeSide(Side):
     async def start(self) -> None:
         self.port = await self.server.start()
         settings = self.settings
-        served = Served(self.limits, self.pages, self.executor, self.address, settings.handoff, self.pages)
+        served = Served(self.limits, self.pages, self.executor, self.address, settings.handoff)
         self.worker = self.main.ready = DecodeWorker(self.step, served, self.tracer, self.publisher, settings.clock)
         self.worker.start()
 
