@@ -24,7 +24,7 @@ from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 PREFILL, DECODE = "pageferry-prefill.test", "pageferry-decode.test"
 NUM_CLIENTS = 6
 NUM_PROMPTS = 12
-SETTLE_S = 60.0  # on a machine with much else to do
+SETTLE_S = 150.0  # on a machine with much else to do
 
 
 @dataclass
@@ -108,7 +108,7 @@ async def until(ask: Ask, condition: Callable[[dict[str, pb.WorkerStatus]], bool
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_decode_workers_join_drain_and_die_under_load(tmp_path: Path) -> None:
     skip_without_mounts()
     with cluster(tmp_path) as made:
@@ -155,7 +155,7 @@ async def test_decode_workers_join_drain_and_die_under_load(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 async def test_certificates_are_for_the_name_and_not_for_the_addresses_behind_it(tmp_path: Path) -> None:
     skip_without_mounts()
     authority = Authority(tmp_path)
