@@ -1,7 +1,7 @@
 """The HTTP answer to one body: whole, or streamed as server-sent events.
 
 Its status is decided at the first output: what fails before that has the status of its error, what fails after it is
-an error event, and then the connection is closed without the end of the body.
+an error event, and, once clients can have read that, the connection is closed without the end of the body.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from pageferry.router.gateway.strict_json import Json, dump
 from pageferry.runtime.logs import log
 from pageferry.v1 import inference_pb2 as pb
 
+ERROR_READ_S = 0.5  # browsers forget what a page has not read of a body when its connection breaks
 Numbered = AsyncGenerator[tuple[int, pb.GenerateResponse], None]
 
 
@@ -142,12 +143,12 @@ class GenerationResponse(Response):
         except Exception as error:
             if not has_begun:
                 raise
-            # The body is left without its end: the server then closes the connection, and no one takes it for whole.
             if not isinstance(error, PageferryError):
                 log("http_failed", level="error", error=error)
             known = error if isinstance(error, PageferryError) else InternalError("the answer failed")
             await _send_chunks(send, [self._reply.failed(known)])
-            return
+            await asyncio.sleep(ERROR_READ_S)
+            return  # The body is left without its end: the server closes the connection, and no one takes it for whole.
         end = b"".join(map(_framed, self._reply.closing())) + self._reply.done
         await send({"type": "http.response.body", "body": end})
 

@@ -228,6 +228,23 @@ async def test_an_error_in_mid_stream_is_an_event_and_closes_the_connection() ->
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in map(json.loads, events[:-1]))
 
 
+async def test_an_error_event_can_be_read_before_the_connection_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A browser's page gets nothing of a body that has broken off, not even what came before."""
+    monkeypatch.setattr(generation, "ERROR_READ_S", 3600.0)
+    frontend = FakeFrontend((*fake.HELLO[:2], UnavailableError("the decode worker is gone")))
+    async with (
+        serving(frontend) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}) as response,
+    ):
+        texts, body = response.aiter_text(), ""
+        while "the decode worker is gone" not in body:
+            body += await anext(texts)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await anext(texts)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.field("waybarrios/vllm-mlx#101", "mozilla-ai/any-llm#847")
 async def test_a_stream_without_a_finish_is_an_error(stream: bool) -> None:
