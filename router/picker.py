@@ -26,6 +26,7 @@ from pageferry.router.gateway.envelope import deadline_of
 from pageferry.router.picker_reply import passed, refused, sent_by_body, sent_by_headers, sent_in_duplex
 from pageferry.router.picker_request import Head, Reader, served_of
 from pageferry.router.picks import Picks, Place, Question
+from pageferry.router.tenant import Caller
 from pageferry.runtime.rpc_spans import extract_context
 
 PICKER_SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -52,10 +53,17 @@ class PickerServicer(ExternalProcessorServicer):
             raise FailedPreconditionError("the stream must begin with a request's headers", reason="NO_HEADERS")
         head = Head.of(first)
         reader = head.reader(refuse_unknown=self._refuse_unknown)
-        if reader is not None and head.request_body_mode in _WHOLE:
-            yield passed(first, head)  # they wait at the gateway until the body is answered
+        place: Place | None
+        replies: Iterable[envoy.ProcessingResponse]
         try:
-            place, replies = await self._choose(head, reader, messages)
+            if reader is None:
+                place = self._picks.any(head.only)
+                replies = [sent_by_headers(place, head)]
+            else:
+                caller = self._picks.caller_of(head.headers.getlist("authorization"))  # no stranger's body is read
+                if head.request_body_mode in _WHOLE:
+                    yield passed(first, head)  # they wait at the gateway until the body is answered
+                place, replies = await self._choose(head, reader, caller, messages)
         except PageferryError as error:
             yield refused(error, head)
             return
@@ -70,12 +78,9 @@ class PickerServicer(ExternalProcessorServicer):
                 return
 
     async def _choose(
-        self, head: Head, reader: Reader | None, messages: Messages
+        self, head: Head, reader: Reader, caller: Caller, messages: Messages
     ) -> tuple[Place | None, Iterable[envoy.ProcessingResponse]]:
-        """Where it goes, and what tells the gateway so; neither where the client has gone."""
-        if reader is None:
-            place = self._picks.any(head.only)
-            return place, [sent_by_headers(place, head)]
+        """Where a generation goes, and what tells the gateway so; neither where the client has gone."""
         if head.request_body_mode not in (*_WHOLE, _MODE.FULL_DUPLEX_STREAMED):
             mode = _MODE.BodySendMode.Name(head.request_body_mode)
             message = f"the gateway's request_body_mode is {mode}, must be BUFFERED or FULL_DUPLEX_STREAMED"
@@ -86,7 +91,7 @@ class PickerServicer(ExternalProcessorServicer):
                 if has_trailers is None:
                     return None, []
                 data = body.whole()
-                place = await self._picks.pick(self._question(head, reader, data))
+                place = await self._picks.pick(self._question(head, reader, caller, data))
         except TimeoutError as error:
             raise DeadlineExceededError(str(error), reason="BODY_TIMEOUT") from None
         if head.request_body_mode in _WHOLE:
@@ -111,12 +116,12 @@ class PickerServicer(ExternalProcessorServicer):
                 return False
         return None
 
-    def _question(self, head: Head, reader: Reader, body: bytes) -> Question:
+    def _question(self, head: Head, reader: Reader, caller: Caller, body: bytes) -> Question:
         request, names = reader(body)
         return Question(
             request,
             names,
-            head.headers.getlist("authorization"),
+            caller,
             deadline_of(head, self._picks.serving.clock()),
             head.only,
             _parent(head),

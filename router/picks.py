@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, SpanKind
 
-from pageferry.core.errors import PageferryError, ResourceExhaustedError, UnavailableError
+from pageferry.core.errors import PageferryError, ResourceExhaustedError, UnauthenticatedError, UnavailableError
 from pageferry.router.able import RETRY_AFTER_MS
 from pageferry.router.admission import Admission
 from pageferry.router.ask import Ask, Grant
@@ -39,7 +39,7 @@ class Question:
 
     request: GenerateRequest
     names: Mapping[str, str]  # that its body has for fields of the contract, for errors
-    authorization: Sequence[str]
+    caller: Caller
     deadline: float | None  # by the router's clock
     only: frozenset[str] | None  # endpoints that it may go to; None: all
     parent: Context
@@ -81,14 +81,21 @@ class Picks:
     live: LiveRequests
     metrics: PickMetrics
 
+    def caller_of(self, authorization: Sequence[str]) -> Caller:
+        """Who asks for a generation. Raises UnauthenticatedError, which counts as a refusal."""
+        try:
+            return self.check_caller(authorization)
+        except UnauthenticatedError as error:
+            self.metrics.count(error.code.lower(), 0.0)
+            raise
+
     async def pick(self, question: Question) -> Place:
         """Raises the PageferryError of a request that is wrong, or that no worker can take."""
         with self._counted(), self.live.looked_at():
-            caller = self.check_caller(question.authorization)
-            attributes = attributes_at_start(question.request, self.admission.model) | caller.attributes
+            attributes = attributes_at_start(question.request, self.admission.model) | question.caller.attributes
             span = self.serving.telemetry.tracer.start_span(PICK_SPAN, question.parent, SpanKind.SERVER, attributes)
             try:
-                return await self._place(question, caller, span)
+                return await self._place(question, span)
             except PageferryError as error:
                 set_outcome(span, error)
                 raise in_the_body_s_words(error, question.names) from None
@@ -105,8 +112,8 @@ class Picks:
         ready.sort(key=lambda worker: (num_active(worker), worker.address))
         return Place(tuple(self._of(worker.address) for worker in ready[:MAX_ENDPOINTS]))
 
-    async def _place(self, question: Question, caller: Caller, span: Span) -> Place:
-        fleet, dispatcher = self.serving.fleet, self.serving.dispatcher
+    async def _place(self, question: Question, span: Span) -> Place:
+        fleet, dispatcher, caller = self.serving.fleet, self.serving.dispatcher, question.caller
         with caller.account.coming():
             dispatcher.check_room()
             admitted = await self.admission.admit(question.request, caller.tenant, caller.salt)

@@ -441,6 +441,12 @@ async def test_tenants_are_known_by_their_keys(picking: Any, tmp_path: Path) -> 
         assert (told.status, told.error_headers["www-authenticate"]) == (401, "Bearer")
         assert rig.value("pageferry_picks_total", outcome="unauthenticated") == 1
         assert not rig.log.spans
+        for mode in (MODE.BUFFERED, MODE.FULL_DUPLEX_STREAMED):  # before a stranger's body has come
+            call, told = rig.gateway.open(), Told()
+            await call.write(headers_of(body_mode=mode))
+            told.take(await call.read())
+            assert told.status == 401
+        assert rig.value("pageferry_picks_total", outcome="unauthenticated") == 3
         assert (await rig.gateway.ask(chat(), authorization="Bearer k1")).status == 403  # for its priority
         told = await rig.gateway.ask(chat(priority=5), authorization="Bearer k1")
         assert told.endpoints == [A, B]
