@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import grpc
 
 from pageferry.core.errors import InternalError, PageferryError, UnavailableError
-from pageferry.core.layout import PageKey, Place
+from pageferry.core.layout import Place
 from pageferry.core.plan import SampledToken
 from pageferry.core.sender import HandoffStats
+from pageferry.runtime.carriers import Pages
 from pageferry.runtime.logs import log
 from pageferry.runtime.page_transfer import PushParts
 from pageferry.runtime.push import PushClient
 from pageferry.v1.prefill_pb2 import HandoffTarget
 
 MAX_IDLE_CHANNELS = 16
-Pages = Sequence[tuple[PageKey, Place]]
 
 
 class DecodeChannels:
