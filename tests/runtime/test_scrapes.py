@@ -80,14 +80,19 @@ def test_versions_of_a_form_are_one_form(gate: Gate) -> None:
     assert (b"# EOF" in first.result(PATIENCE_S), gate.num_reads) == (False, 2)
 
 
-def test_it_rests_nine_times_as_long_as_it_was_at_work(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    times, rests = iter([1.0, 1.5, 4.0, 4.25]), []
-    monkeypatch.setattr(scrapes_module.time, "thread_time", lambda: next(times))
-    scrapes = scrapes_of(gate, rests)
+def test_it_rests_nine_times_as_long_as_it_was_at_work_and_no_longer(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, rests, now = iter([1.0, 1.5, 4.0, 4.25, 7.0, 7.5]), [], [100.0]
+    monkeypatch.setattr(scrapes_module.time, "thread_time", lambda: next(busy))
+    registry = CollectorRegistry()
+    registry.register(gate)
+    scrapes = Scrapes(registry, rests.append, lambda: now[0])
     gate.open.set()
-    for _ in range(2):
+    for passed_s in (1.0, 15.0, 0.0):  # until the next one
         scrapes.ask("")[0].result(PATIENCE_S)
-    assert rests == [0.0, 4.5]
+        now[0] += passed_s
+    assert rests == [0.0, 3.5, 0.0]
 
 
 def test_what_fails_fails_for_who_asked_and_not_for_the_next(gate: Gate) -> None:

@@ -17,11 +17,17 @@ _OPEN_METRICS = "application/openmetrics-text"
 class Scrapes:
     """Renders a registry on a thread of its own. A flood of scrapes waits, and costs little more than one of them."""
 
-    def __init__(self, registry: CollectorRegistry, rest: Callable[[float], None] = time.sleep) -> None:
-        """`rest` waits for so many seconds."""
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        rest: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`rest` waits for so many seconds of the clock."""
         self._registry = registry
         self._rest = rest
-        self._rest_s = 0.0
+        self._clock = clock
+        self._rested = 0.0  # when it will have, after the last rendering
         self._thread = ThreadPoolExecutor(1, "scrapes")
         self._lock = threading.Lock()
         self._next: dict[tuple[str, bool], Future[bytes]] = {}  # by the form; not begun yet
@@ -51,13 +57,13 @@ class Scrapes:
         return [body]
 
     def _render(self, accept: str, packed: bool) -> bytes:
-        self._rest(self._rest_s)
+        self._rest(max(0.0, self._rested - self._clock()))
         with self._lock:
             del self._next[accept, packed]  # who asks from here on wants what is counted from here on
         began = time.thread_time()
         text: bytes = choose_encoder(accept)[0](self._registry)
         text = gzip.compress(text, 1) if packed else text
-        self._rest_s = _REST * (time.thread_time() - began)
+        self._rested = self._clock() + _REST * (time.thread_time() - began)
         return text
 
 
