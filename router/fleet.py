@@ -149,8 +149,10 @@ class Fleet:
         log("worker_removed", role=worker.role.value, address=worker.address, state=worker.state.value)
         self.workers.remove(worker)
         self.of(worker.role).remove(worker)
+        watch = self._tasks.pop(worker)
+        watch.cancel()  # now: what it has told and nobody has read yet would be looked at
         _log_refused(self._fits.remove(worker))
-        leaving = asyncio.create_task(_end(worker, self._tasks.pop(worker)), name=f"leave {worker.address}")
+        leaving = asyncio.create_task(_end(worker, watch), name=f"leave {worker.address}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
@@ -174,7 +176,7 @@ def _log_refused(workers: Iterable[Worker]) -> None:
 
 
 async def _end(worker: Worker, watch: "asyncio.Task[None]") -> None:
-    watch.cancel()
+    """Once it is watched no more."""
     with suppress(asyncio.CancelledError):
         await watch
     await worker.close()

@@ -165,6 +165,24 @@ async def test_a_worker_that_a_name_leaves_ends_what_it_has_and_gets_nothing_mor
         await router.check_idle()
 
 
+async def test_of_a_worker_that_is_removed_nothing_is_heard_any_more(rig: Make) -> None:
+    """What it told last may be there and not read yet: it would be a worker again, to the others' layouts."""
+    async with whole(rig) as router:
+        await put(router, another(router), "10.0.1.2")
+        await router.until(lambda: states(router).get("10.0.1.2:1") == "ready")
+        (watch,) = [task for task in asyncio.all_tasks() if task.get_name() == "watch 10.0.1.1:1"]
+        is_ending: list[bool] = []
+
+        def look() -> None:
+            if "10.0.1.1:1" not in states(router):
+                is_ending.append(watch.done() or watch.cancelling() > 0)
+
+        router.fleet.listeners.append(look)
+        behind(router, router.decode).remove("10.0.1.1")
+        await router.until(lambda: bool(is_ending))
+        assert is_ending[0]
+
+
 async def test_a_worker_that_a_name_leaves_and_finds_again_goes_on(rig: Make) -> None:
     async with whole(rig) as router:
         first = router.decode
