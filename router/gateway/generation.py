@@ -147,6 +147,7 @@ class GenerationResponse(Response):
                 log("http_failed", level="error", error=error)
             known = error if isinstance(error, PageferryError) else InternalError("the answer failed")
             await _send_chunks(send, [self._reply.failed(known)])
+            await events.aclose()
             await asyncio.sleep(ERROR_READ_S)
             return  # The body is left without its end: the server closes the connection, and no one takes it for whole.
         end = b"".join(map(_framed, self._reply.closing())) + self._reply.done

@@ -245,6 +245,19 @@ async def test_an_error_event_can_be_read_before_the_connection_breaks(monkeypat
                 await anext(texts)
 
 
+async def test_a_fault_of_our_own_ends_the_generation_before_its_error_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "ERROR_READ_S", 3600.0)
+    no_reason: Any = 99
+    frontend = FakeFrontend((*fake.HELLO[:2], fake.finished(no_reason)))  # that no answer can tell
+    async with (
+        serving(frontend) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        client.stream("POST", "/v1/chat/completions", json=CHAT | {"stream": True}),
+        asyncio.timeout(60),
+    ):
+        await frontend.closed.wait()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.field("waybarrios/vllm-mlx#101", "mozilla-ai/any-llm#847")
 async def test_a_stream_without_a_finish_is_an_error(stream: bool) -> None:
