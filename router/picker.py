@@ -22,7 +22,7 @@ from pageferry.core.errors import (
 from pageferry.ext_proc import external_processor_pb2 as envoy
 from pageferry.ext_proc.external_processor_pb2_grpc import ExternalProcessorServicer
 from pageferry.router.gateway.bodies import Bodies, Body
-from pageferry.router.gateway.envelope import deadline_of
+from pageferry.router.gateway.envelope import authorization_of, deadline_of
 from pageferry.router.picker_reply import passed, refused, sent_by_body, sent_by_headers, sent_in_duplex
 from pageferry.router.picker_request import Head, Reader, served_of
 from pageferry.router.picks import Picks, Place, Question
@@ -44,7 +44,7 @@ class PickerServicer(ExternalProcessorServicer):
         self._bodies = bodies
         self._refuse_unknown = refuse_unknown
 
-    async def Process(self, requests: Any, context: Any) -> AsyncIterator[envoy.ProcessingResponse]:  # noqa: N802
+    async def Process(self, requests: Any, context: Any) -> AsyncIterator[envoy.ProcessingResponse]:
         messages: Messages = aiter(requests)
         first = await anext(messages, None)
         if first is None or first.observability_mode:
@@ -60,7 +60,7 @@ class PickerServicer(ExternalProcessorServicer):
                 place = self._picks.any(head.only)
                 replies = [sent_by_headers(place, head)]
             else:
-                caller = self._picks.caller_of(head.headers.getlist("authorization"))  # no stranger's body is read
+                caller = self._picks.caller_of(authorization_of(head))  # no stranger's body is read
                 if head.request_body_mode in _WHOLE:
                     yield passed(first, head)  # they wait at the gateway until the body is answered
                 place, replies = await self._choose(head, reader, caller, messages)
