@@ -119,9 +119,7 @@ class Choices:
             stack.enter_context(generation.asked(deadline, near))
             yield generation
 
-    async def _deltas(
-        self, choice: int, first: ExitStack, deadline: float | None
-    ) -> AsyncGenerator[pb.Delta | None, None]:
+    async def _deltas(self, choice: int, first: ExitStack, deadline: float | None) -> _Deltas:
         """`first` holds the first answer's `_asked`."""
         if choice == 0:
             asked: AbstractContextManager[object] = first.pop_all()
