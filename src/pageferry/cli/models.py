@@ -120,10 +120,6 @@ def _chat(chat: dict[str, Any]) -> Iterator[str]:
         yield f"by the template; takes {', '.join(takes)}"
 
 
-def _sampling(defaults: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "no defaults of its own"
-
-
 def _memory(memory: dict[str, Any]) -> Iterator[str]:
     yield "a token in pages: " + ", ".join(
         f"{name} {size / 1000:.1f} kB" for name, size in memory["token_bytes"].items()
