@@ -187,7 +187,7 @@ async def test_whoever_stops_reading_cancels(way: str) -> None:
         else:
             await service.frontend.called.wait()
             del generation
-        await asyncio.wait_for(service.frontend.closed.wait(), 2)
+        await asyncio.wait_for(service.frontend.closed.wait(), 60)
         if way in ("break", "with", "cancel"):
             with pytest.raises(CancelledError):
                 await generation.result()
@@ -217,9 +217,12 @@ async def test_errors_come_back_as_they_were_raised(error: PageferryError) -> No
 
 async def test_a_deadline() -> None:
     async with serving(fake.started(), asyncio.Event()) as (client, service):
-        with pytest.raises(DeadlineExceededError):
-            await client.generate("a", timeout_s=0.05).result()
-        await asyncio.wait_for(service.frontend.closed.wait(), 2)
+        for timeout_s in (0.05, 0.5, 5.0, 50.0):
+            with pytest.raises(DeadlineExceededError):
+                await client.generate("a", timeout_s=timeout_s).result()
+            if service.frontend.called.is_set():  # else it never got to its server, on a machine that is so busy
+                break
+        await asyncio.wait_for(service.frontend.closed.wait(), 60)
 
 
 async def test_a_stream_without_a_finish_is_an_error() -> None:

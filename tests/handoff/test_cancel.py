@@ -1,5 +1,7 @@
 """Calls that are cancelled, in every state: what they held is free again on both sides, and nothing runs on."""
 
+import asyncio
+
 import pytest
 from fake_engine import LAYOUT, LAYOUTS, golden
 from handoff_bench import Bench, Gate, Settings, drain, failure, until
@@ -164,16 +166,20 @@ async def test_a_deadline_that_passes_in_the_queue_is_one_and_costs_no_work() ->
         gate = bench.p.runner.before = Gate()
         busy = bench.prefill("busy", PROMPT)
         await gate.reached()
-        late = bench.prefill("late", range(900, 900 + B), timeout=0.2)
-        assert (await failure(late)).code == "DEADLINE_EXCEEDED"
+        for timeout_s in (0.2, 2.0, 20.0):
+            late = bench.prefill(f"within {timeout_s} s", range(900, 900 + B), timeout=timeout_s)
+            while not (is_there := len(bench.p.worker._calls) == 2) and not late.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            assert (await failure(late)).code == "DEADLINE_EXCEEDED"
+            if is_there:  # else it never got to its worker, on a machine that is so busy
+                break
+        assert is_there
         gate.open()
         await drain(busy)
         await bench.until_idle()
         computed = {chunk.sequence.work.request_id for plan in bench.p.runner.plans for chunk in plan.chunks}
         assert computed == {"busy"}
-        rpcs = [span for span in bench.exporter.get_finished_spans() if span.name.endswith("/Prefill")]
         chunks = [span for span in bench.exporter.get_finished_spans() if span.name.startswith("prefill.")]
-        assert len(rpcs) == 2
         assert len({span.context.trace_id for span in chunks}) == 1
 
 
