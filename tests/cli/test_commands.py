@@ -222,7 +222,8 @@ async def test_a_trace_that_went_to_a_collector_is_not_waited_for(
     monkeypatch.setattr("pageferry.cli.trace.LATE_SPANS_S", 3600.0)
     async with fake_inference.serving() as (address, service):
         service.trace_error = NotFoundError("traces go to a collector", reason="NO_TRACE_STORE")
-        assert await run("trace", "--address", address) == 1
+        async with asyncio.timeout(60):
+            assert await run("trace", "--address", address) == 1
     assert capsys.readouterr().err == "error: traces go to a collector\n"
 
 

@@ -125,7 +125,7 @@ async def test_bodies_of_http_and_of_gateways_are_bounded_together(
     monkeypatch.setattr(bodies, "MAX_BYTES", 1000)
     config = config_for(workers, http_port=free_port())
     config = replace(config, router=replace(config.router, picker_port=1))
-    async with running(config, asyncio.Event()) as channel, httpx.AsyncClient() as http, asyncio.timeout(20):
+    async with running(config, asyncio.Event()) as channel, httpx.AsyncClient() as http, asyncio.timeout(60):
         call, told = ExternalProcessorStub(channel).Process(), Told()
         await call.write(headers_of(body_mode=MODE.FULL_DUPLEX_STREAMED))
         await call.write(body_of(b"x" * 600, end_of_stream=False))

@@ -56,6 +56,7 @@ def test_a_collector_that_is_away_holds_up_neither_spans_nor_the_end(accepts: bo
     lines = ended.stderr.splitlines()
     assert len(lines) <= 2, "a line when sending begins to fail, and one with what was lost"
     assert any("spans_lost" in line and '"spans": 100' in line for line in lines)
+    assert span_export.SHUTDOWN_S < 5, "all that the end waits for"
 
 
 @pytest.mark.parametrize("scheme", ["", "http://"])
