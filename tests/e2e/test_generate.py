@@ -66,7 +66,7 @@ async def test_one_token_ships_nothing(split: Cluster) -> None:
 @pytest.mark.field("sgl-project/sglang#7147", "sgl-project/sglang#7598")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_token_over_http_touches_no_decode_worker(split: Cluster, stream: bool) -> None:
-    async with connected(split) as stub, httpx.AsyncClient(base_url=split.http, timeout=30) as client:
+    async with connected(split) as stub, httpx.AsyncClient(base_url=split.http, timeout=60) as client:
         before = await wait_idle(stub)
         body = {"prompt": "Count: one, two,", "max_tokens": 1, "temperature": 0, "stream": stream}
         if stream:
@@ -156,7 +156,7 @@ async def test_many_at_once_use_both_decode_workers(split: Cluster) -> None:
 
 async def test_http_streams_and_answers_whole(split: Cluster) -> None:
     body = {"model": "", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    async with httpx.AsyncClient(base_url=split.http, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=split.http, timeout=60) as client:
         model = (await client.get("/v1/models")).json()["data"][0]["id"]
         body["model"] = model
         whole = (await client.post("/v1/completions", json=body)).json()

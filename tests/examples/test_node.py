@@ -58,7 +58,7 @@ async def test_control_c_ends_the_work_too(node: str, deployment: Deployment) ->
         _, told = await process.communicate()
     assert (process.returncode, told.decode().strip()) == (130, "cancelled")
     async with deployment.stub() as stub:
-        await wait_idle(stub, timeout_s=30)
+        await wait_idle(stub)
     assert requests(deployment, 0, "cancelled") == 1
 
 

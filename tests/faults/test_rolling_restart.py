@@ -121,4 +121,4 @@ async def test_a_rolling_restart_of_every_service_loses_no_request() -> None:
         assert min(load.num_ok.values()) >= NUM_CLIENTS
         for index in range(2):
             async with deployment.stub(index) as stub:
-                await wait_idle(stub, timeout_s=20)
+                await wait_idle(stub)

@@ -198,7 +198,7 @@ class Envoy:
         return int(found["failure"] - found["network_failure"])
 
     def _get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{self.admin}/{path}", timeout=30) as answer:
+        with urllib.request.urlopen(f"http://{self.admin}/{path}", timeout=READY_S) as answer:
             return str(answer.read().decode())
 
     def _until(self, reached: Callable[[], bool], what: str) -> None:

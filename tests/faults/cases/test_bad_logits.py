@@ -71,7 +71,7 @@ async def test_http_tells_it_by_its_status_or_by_an_event_and_never_as_text(brok
     body: dict[str, Any] = {"max_tokens": 10}
     body |= {"messages": [{"role": "user", "content": "Say it."}]} if "chat" in path else {"prompt": "Say it."}
     received = ""
-    async with serving(broken.rig.frontend) as url, httpx.AsyncClient(base_url=url, timeout=30) as client:
+    async with serving(broken.rig.frontend) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         whole = await client.post(path, json=body)
         assert whole.status_code == 500
         assert REASON in whole.json()["error"]["message"]

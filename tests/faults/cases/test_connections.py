@@ -149,7 +149,7 @@ async def test_a_client_that_was_forked_refuses_and_does_not_hang(linked: Deploy
 def test_an_http_connection_that_idled_is_good_to_use(linked: Deployment) -> None:
     """As long as clients' pools keep one, and a little."""
     host, _, port = linked.routers[0].http.removeprefix("http://").rpartition(":")
-    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=20)) as connection:
+    with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=60)) as connection:
         connection.connect()
         connection.auto_open = 0  # another connection would be an error
         for pause_s in (0, 95):
