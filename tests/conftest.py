@@ -72,5 +72,5 @@ def colocated(tiny_model: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def real() -> Iterator[Cluster]:
     """One prefill and two decode workers with the packaged model."""
-    with running("--prefill", "1", "--decode", "2", "--model", "smollm2", ready_s=180) as cluster:
+    with running("--prefill", "1", "--decode", "2", "--model", "smollm2") as cluster:
         yield cluster

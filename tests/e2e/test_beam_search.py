@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -35,7 +37,7 @@ def cluster(tiny_model: Path) -> Iterator[Cluster]:
 async def stub(cluster: Cluster) -> AsyncIterator[Stub]:
     async with connected(cluster) as stub:
         yield stub
-        await wait_idle(stub, 30)
+        await wait_idle(stub)
 
 
 def ask(prompt: list[int], max_tokens: int, *, n: int = WIDTH, width: int = WIDTH) -> pb.GenerateRequest:
@@ -94,9 +96,7 @@ async def test_nothing_is_left_of_a_search_that_is_given_up(stub: Stub, ends_by:
     request = ask(PROMPT, 3900)
     del request.stop.stop_token_ids[:]
     request.stop.ignore_eos = True
-    call = stub.Generate(request, timeout=1.0 if ends_by == "deadline" else None)
-    started = await call.read()
-    assert isinstance(started, pb.GenerateResponse)
+    call = await let_in(stub, request, (None,) if ends_by == "cancel" else (1.0, 5.0, 25.0))
     if ends_by == "cancel":
         async with asyncio.timeout(60):
             while not any(worker.load.running >= WIDTH for worker in await workers(stub)):  # noqa: ASYNC110
@@ -106,7 +106,17 @@ async def test_nothing_is_left_of_a_search_that_is_given_up(stub: Stub, ends_by:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await wait_idle(stub, 30)
+    await wait_idle(stub)
+
+
+async def let_in(stub: Stub, request: pb.GenerateRequest, timeouts_s: tuple[float | None, ...]) -> Any:
+    """The first call that was let in before its deadline: a busy machine may take longer than the shortest."""
+    for timeout_s in timeouts_s:
+        call = stub.Generate(request, timeout=timeout_s)
+        with suppress(grpc.aio.AioRpcError):
+            assert isinstance(await call.read(), pb.GenerateResponse)
+            return call
+    raise AssertionError("no call was let in")
 
 
 async def workers(stub: Stub) -> list[pb.WorkerStatus]:

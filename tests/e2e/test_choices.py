@@ -107,7 +107,7 @@ async def test_a_caller_who_leaves_frees_all_answers(cluster: Cluster) -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call.read()
-        await wait_idle(stub, 10)
+        await wait_idle(stub)
 
 
 async def test_the_likeliest_of_several_is_the_one_that_its_log_probabilities_say(cluster: Cluster) -> None:

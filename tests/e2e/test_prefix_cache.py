@@ -148,7 +148,7 @@ async def test_windows_in_half_the_layers_save_a_third_of_what_conversations_hol
 
 async def conversations_of_2000(num_prefill: int, *more_options: str) -> Sharing:
     options = ("--prefill", str(num_prefill), "--decode", "1", "--model", "smollm2", *more_options)
-    with running(*options, settings={"engine.num_pages": "1500"}, ready_s=180) as cluster:
+    with running(*options, settings={"engine.num_pages": "1500"}) as cluster:
         async with connected(cluster) as stub:
             shared = await words(stub, "The crew counted the crates on deck and wrote every number down. ", 1000)
             own = [

@@ -49,7 +49,7 @@ async def test_a_long_transfer_says_how_much_of_it_is_hidden_behind_prefill(real
 async def shipped_bytes(page_format: str) -> int:
     """Of one prompt's pages, as both ends of the push have it on the trace."""
     options = ("--prefill", "1", "--decode", "1", "--model", "smollm2", "--pages", page_format)
-    with running(*options, settings={"router.local_prefill_tokens": "0"}, ready_s=180) as cluster:
+    with running(*options, settings={"router.local_prefill_tokens": "0"}) as cluster:
         async with connected(cluster) as stub:
             answer = await generate(stub, greedy(SENTENCE * 20, 4))
             assert answer.started is not None

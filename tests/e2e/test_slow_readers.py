@@ -115,4 +115,4 @@ async def test_slow_readers_hold_up_nobody_and_cost_bounded_memory(cluster: Clus
         assert grown_mb < MAX_GROWTH_MB
         print(f"grown {grown_mb:.1f} MB, fast {time.monotonic() - began:.1f} s")
         await readers.aclose()
-        await wait_idle(stub, timeout_s=60)
+        await wait_idle(stub)

@@ -115,11 +115,11 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(*arguments: str, settings: Mapping[str, str] | None = None, ready_s: float = 200) -> Iterator[Cluster]:
+def running(*arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[Cluster]:
     """A cluster that is ready; drained, and found to end well, afterwards."""
     cluster = Cluster(*arguments, settings=settings)
     try:
-        cluster.wait_ready(ready_s)
+        cluster.wait_ready()
         yield cluster
     except BaseException as error:
         error.add_note(f"what the processes said last:\n{cluster.output[-6000:]}")

@@ -55,7 +55,7 @@ def _answers() -> bool:
 
 async def ask() -> str:
     """The trace id of a request that was handed over."""
-    with running("--prefill", "1", "--decode", "1", "--model", "smollm2", settings=SETTINGS, ready_s=180) as cluster:
+    with running("--prefill", "1", "--decode", "1", "--model", "smollm2", settings=SETTINGS) as cluster:
         async with connected(cluster) as stub:
             await generate(stub, greedy("Hello", 4))  # the first one pays for what is cold
             answer = await generate(stub, greedy(PROMPT, 40))

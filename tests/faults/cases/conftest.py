@@ -26,7 +26,7 @@ async def stub(linked: Deployment) -> AsyncIterator[Stub]:
         yield stub
     linked.restore()
     async with linked.stub() as stub:
-        await wait_idle(stub, timeout_s=60)
+        await wait_idle(stub)
 
 
 @pytest.fixture(scope="session")
