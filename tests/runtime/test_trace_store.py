@@ -233,6 +233,28 @@ def test_a_step_is_kept_with_the_traces_of_its_requests_that_are_here(monkeypatc
     assert len(store) == 2
 
 
+def test_steps_take_little_memory_however_many_requests_they_are_linked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_copies = 0
+
+    def copy() -> Span:
+        nonlocal num_copies
+        num_copies += 1
+        return Span()
+
+    store = TraceStore(100)
+    store.add([group("router", *(a_span(trace_id(number), "pageferry.request") for number in range(9)))])
+    step = a_span(trace_id(50), "decode.step")
+    step.links.extend(Span.Link(trace_id=trace_id(number), span_id=b"12345678") for number in range(9))
+    for module in (kept_trace, trace_store):
+        monkeypatch.setattr(module, "Span", copy)
+    store.add([group("decode", step)])
+    assert num_copies == 1
+    assert len(store) == 9
+    monkeypatch.setattr(trace_store, "MAX_BYTES", 1000)
+    store.add([group("decode", step)])
+    assert 1 <= len(store) < 9
+
+
 def test_spans_without_proper_ids_are_rejected() -> None:
     store = TraceStore(2)
     assert store.add([group("r", a_span(b"short", "x"))]) == 1

@@ -41,6 +41,7 @@ class KeptTrace:
     def take(self, key: bytes, resource: Resource, span: Span) -> bool:
         """Keep what was sent, `key` being its resource as bytes; False where there is no room for it.
 
+        The span is kept as it is, and may be in several traces: it must be no part of a message, which it would hold.
         Of spans with one id the first counts: it is sent again where the answer to the first time was lost.
         """
         if span.span_id in self._sent_ids:
@@ -48,10 +49,8 @@ class KeptTrace:
         num_bytes = span.ByteSize() + (0 if key in self._sent else 2 * len(key))
         if self.num_sent >= MAX_SPANS_PER_TRACE or self._num_sent_bytes + num_bytes > MAX_TRACE_BYTES:
             return False
-        kept = Span()
-        kept.CopyFrom(span)  # alone: a part of a message would keep the whole of it in memory
-        self._sent.setdefault(key, (resource, []))[1].append(kept)
-        self._sent_ids.add(kept.span_id)
+        self._sent.setdefault(key, (resource, []))[1].append(span)
+        self._sent_ids.add(span.span_id)
         self._num_sent_bytes += num_bytes
         return True
 

@@ -110,7 +110,9 @@ class TraceStore(sdk.SpanProcessor):
                 key = group.resource.SerializeToString(deterministic=True)
                 resource = Resource()
                 resource.CopyFrom(group.resource)  # alone: a part of a message would keep the whole of it in memory
-                for span in (span for scope in group.scope_spans for span in scope.spans):
+                for sent in (span for scope in group.scope_spans for span in scope.spans):
+                    span = Span()
+                    span.CopyFrom(sent)  # likewise
                     num_rejected += not self._add_span(key, resource, span)
         return num_rejected
 
@@ -150,7 +152,10 @@ class TraceStore(sdk.SpanProcessor):
         return is_taken
 
     def _add_step(self, key: bytes, resource: Resource, step: Span) -> None:
-        """Keep it with the traces that it is linked to, as far as they are here: traces of steps would push all out."""
+        """Keep it with the traces that it is linked to, as far as they are here: traces of steps would push all out.
+
+        All have the same one: it is as large as it has links.
+        """
         for trace_id in {link.trace_id for link in step.links}:
             places = (traces[trace_id] for traces in self._all if trace_id in traces)
             trace = next(places, None)
@@ -158,6 +163,7 @@ class TraceStore(sdk.SpanProcessor):
                 self._num_bytes -= trace.num_bytes
                 trace.take(key, resource, step)
                 self._num_bytes += trace.num_bytes
+        self._make_room()
 
     def _name(self, trace_id: bytes, trace: KeptTrace, request_id: object) -> None:
         """Know the trace by a request's id, where there is one."""
