@@ -82,7 +82,8 @@ class PickerServicer(ExternalProcessorServicer):
     ) -> tuple[Place | None, Iterable[envoy.ProcessingResponse]]:
         """Where a generation goes, and what tells the gateway so; neither where the client has gone."""
         if head.request_body_mode not in (*_WHOLE, _MODE.FULL_DUPLEX_STREAMED):
-            mode = _MODE.BodySendMode.Name(head.request_body_mode)
+            names = {number: name for name, number in _MODE.BodySendMode.items()}  # a later Envoy may have more
+            mode = names.get(head.request_body_mode, str(head.request_body_mode))
             message = f"the gateway's request_body_mode is {mode}, must be BUFFERED or FULL_DUPLEX_STREAMED"
             raise InternalError(message, reason="BODY_MODE")
         try:
