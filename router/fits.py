@@ -62,17 +62,22 @@ class Fits:
             return []
         process, layout = self._places.pop(worker)
         twins, layouts = self._by_process[process], self._by_layout[worker.role]
+        was_named = worker is self._named(worker.role)
         del twins[worker], layouts[layout][worker]
         if not twins:
             del self._by_process[process]
         if layouts[layout]:
-            return list(twins)
+            return [*twins, *(other for other in self._others(worker.role) if was_named and other.misfit)]
         del layouts[layout]
         return [*twins, *self._others(worker.role)]
 
     def _others(self, role: Role) -> Iterable[Worker]:
         """Those of the other role."""
         return [worker for worker in self._places if worker.role is not role]
+
+    def _named(self, role: Role) -> Worker:
+        """The one that stands for all of its role in what is wrong with the other role's."""
+        return next(iter(next(iter(self._by_layout[role].values()))))
 
     def _judge(self, workers: Iterable[Worker]) -> list[Worker]:
         refused = []
@@ -89,11 +94,11 @@ class Fits:
         first = min(self._by_process[process], key=self._numbers.__getitem__)
         if first is not worker:
             return f"it is the process that {first.address} leads to"
-        (layouts,) = (layouts for role, layouts in self._by_layout.items() if role is not worker.role)
+        ((role, layouts),) = (item for item in self._by_layout.items() if item[0] is not worker.role)
         if not layouts or any(_fits(worker.role, ours, layout) for layout in layouts):
             return ""
-        theirs, others = next(iter(layouts.items()))
-        other = next(iter(others))
+        other = self._named(role)
+        _, theirs = self._places[other]
         names = {"ours": f"{worker.role.value} {worker.address}", "theirs": f"{other.role.value} {other.address}"}
         try:
             ours.check_equal(theirs, **names)

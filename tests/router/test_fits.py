@@ -1,6 +1,7 @@
 """Which workers fit together: as if all were looked at anew, at a cost that does not grow with them."""
 
 import random
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
@@ -93,6 +94,8 @@ async def test_any_order_of_changes_gives_what_looking_at_all_would(channel: grp
             assert [of_layout(one.misfit) for one in workers] == misfits(workers), seed
             changed = [one for one, misfit in zip(workers, before, strict=True) if one.misfit not in ("", misfit)]
             assert set(refused) == set(changed), seed
+            named = {address for one in workers for address in re.findall(r"w\d+:10*", one.misfit)}
+            assert named <= {one.address for one in workers if one.is_connected}, seed
 
 
 @pytest.mark.parametrize("num_workers", [20, 200])
