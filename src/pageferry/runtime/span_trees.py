@@ -10,6 +10,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span, Status, 
 from pageferry.runtime.trace_store import REQUEST_SPAN, STEP_SPANS
 
 Value = str | float | bool | list[str]
+_KINDS: dict[int, str] = {Span.SPAN_KIND_CLIENT: "client", Span.SPAN_KIND_SERVER: "server"}
 
 
 @dataclass(slots=True)
@@ -91,11 +92,10 @@ def _nodes(resource: ResourceSpans) -> Iterator[Node]:
     for scope in resource.scope_spans:
         for span in scope.spans:
             failed = span.status.code == Status.STATUS_CODE_ERROR
-            kind = Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower()
             yield Node(
                 name=span.name,
                 service=str(service).removeprefix("pageferry-"),
-                kind=kind if kind in ("client", "server") else "",
+                kind=_KINDS.get(span.kind, ""),
                 span_id=span.span_id.hex(),
                 parent_id=span.parent_span_id.hex(),
                 start_ns=span.start_time_unix_nano,
