@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from fake_trace import example
-from opentelemetry.proto.trace.v1.trace_pb2 import TracesData
+from fake_trace import example, of_service, span
+from opentelemetry.proto.trace.v1.trace_pb2 import Status, TracesData
 
 from pageferry.cli import waterfall
 
@@ -32,6 +32,15 @@ def test_one_span() -> None:
     del data.resource_spans[1:]
     del data.resource_spans[0].scope_spans[0].spans[1:]
     assert waterfall.render(data)[0].startswith("1 span, ")
+
+
+def test_spans_give_the_terminal_no_orders() -> None:
+    orders = "\x1b[2J\r\n\x07\x9b\u202e"
+    odd = span((1, 0), orders, "", (0, 1), gen_ai__request__model=orders)
+    odd.status.code, odd.status.message = Status.STATUS_CODE_ERROR, orders
+    lines = waterfall.render(TracesData(resource_spans=[of_service(orders, odd)]))
+    assert len(lines) == 2 and all(map(str.isprintable, lines))
+    assert lines[1].count("[2J") == 4
 
 
 def test_no_spans() -> None:

@@ -67,7 +67,7 @@ def render(data: TracesData, *, max_width: int | None = None) -> list[str]:
     for name, (depth, node) in zip(names, rows, strict=True):
         bar = _bar((node.start_ns - start) / total, (node.end_ns - start) / total, bar_width)
         cells = f"{name:<{name_width}}  {node.service:<{service_width}}  {_duration(node.duration_ms):>9}  {bar}"
-        lines += _row(cells, _notes(node), "  " * (depth + 1), max_width)
+        lines += map(_printable, _row(cells, _notes(node), "  " * (depth + 1), max_width))
     return lines
 
 
@@ -93,6 +93,11 @@ def _row(cells: str, notes: str, indent: str, max_width: int | None) -> list[str
         cells = cells[: max_width - 1] + "…"
     below = textwrap.wrap(notes, max_width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
     return [cells, *below]
+
+
+def _printable(line: str) -> str:
+    """What a terminal would obey is not shown to it: anybody may have sent a span."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line)
 
 
 def _bar(start: float, end: float, width: int) -> str:
