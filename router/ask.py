@@ -48,13 +48,6 @@ class Grant:
         """Empty without such a worker."""
         return self.decode.address if self.decode is not None else ""
 
-    def hand_over(self) -> None:
-        """The work is begun by somebody else: it counts until the workers' next load reports, which have it."""
-        for work in (self.prefill_work, self.decode_work):
-            if work is not None:
-                work.accepted = True
-        self.prefill_work = self.decode_work = None
-
     def release(self) -> None:
         """The work is over, or was never begun; idempotent."""
         while self._counted:

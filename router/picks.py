@@ -29,7 +29,8 @@ from pageferry.v1.inference_pb2 import GenerateRequest
 
 PICK_SPAN = "pageferry.pick"
 MAX_ENDPOINTS = 3  # the one picked, and those for a gateway's retries
-# How long a request is on its way to its worker, which then counts it itself: an answer's first word says so sooner.
+# How long a request is on its way to its worker: an answer's first word says so sooner. By then the worker has told of
+# it, and may have told of its end.
 ARRIVAL_S = 0.5
 
 
@@ -53,22 +54,22 @@ class Place:
     """
 
     def __init__(
-        self, endpoints: tuple[str, ...], traceparent: str = "", hand_over: Callable[[], None] | None = None
+        self, endpoints: tuple[str, ...], traceparent: str = "", release: Callable[[], None] | None = None
     ) -> None:
-        """`traceparent` is that of the choice's span; `hand_over`, of a generation, ends the count."""
+        """`traceparent` is that of the choice's span; `release`, of a generation, ends the count."""
         self.endpoints = endpoints
         self.traceparent = traceparent
-        self.is_generation = hand_over is not None
-        self._hand_over = hand_over
-        if hand_over is not None:
+        self.is_generation = release is not None
+        self._release = release
+        if release is not None:
             self._arrival = asyncio.get_running_loop().call_later(ARRIVAL_S, self.arrived)
 
     def arrived(self) -> None:
-        """The worker has it: its next load report takes the place of what was counted here; idempotent."""
-        if self._hand_over is not None:
+        """The worker has it, and counts it in its reports; idempotent."""
+        if self._release is not None:
             self._arrival.cancel()
-            hand_over, self._hand_over = self._hand_over, None
-            hand_over()
+            release, self._release = self._release, None
+            release()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,6 @@ class Picks:
             endpoints = self._endpoints(ask, grant, question.only, span)
             span.set_attribute("pageferry.pick.tokenize_ms", admitted.tokenize_s * 1000)
             span.set_attribute("pageferry.pick.queue_ms", (grant.ended - ask.enqueued) * 1000)
-            stack.callback(grant.hand_over)  # and then all else is given back
             return Place(endpoints, traceparent_of(span), stack.pop_all().close)
 
     async def _granted(self, ask: Ask) -> Grant:
