@@ -5,8 +5,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
+from collectors import closed_port, stuck
 from loopback import free_port
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
@@ -43,14 +46,12 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"OTEL_{name}", raising=False)
 
 
-@pytest.mark.parametrize("accepts", [False, True], ids=["closed port", "port that never answers"])
-def test_a_collector_that_is_away_holds_up_neither_spans_nor_the_end(accepts: bool) -> None:
-    with socket.socket() as collector:
-        collector.bind(("127.0.0.1", 0))
-        if accepts:
-            collector.listen()
-        port = collector.getsockname()[1]
-        command = [sys.executable, "-c", PROCESS, f"127.0.0.1:{port}"]
+@pytest.mark.parametrize("away", [closed_port, stuck])
+def test_a_collector_that_is_away_holds_up_neither_spans_nor_the_end(
+    away: Callable[[], AbstractContextManager[str]],
+) -> None:
+    with away() as url:
+        command = [sys.executable, "-c", PROCESS, url]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stderr.splitlines()

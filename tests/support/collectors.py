@@ -53,7 +53,9 @@ def black_hole() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def working(delay_s: float = 0.0, take: Callable[[pb.ExportTraceServiceRequest], None] | None = None) -> Iterator[str]:
+def working(
+    delay_s: float = 0.0, take: Callable[[pb.ExportTraceServiceRequest], object] | None = None
+) -> Iterator[str]:
     """Takes what comes, and says so after a while."""
     server = grpc.server(ThreadPoolExecutor(8))
     add_TraceServiceServicer_to_server(_Service(delay_s, take), server)
@@ -65,8 +67,19 @@ def working(delay_s: float = 0.0, take: Callable[[pb.ExportTraceServiceRequest],
         server.stop(0).wait()
 
 
+@contextlib.contextmanager
+def stuck() -> Iterator[str]:
+    """Takes calls, and answers none as long as it is there."""
+    over = threading.Event()
+    with working(take=lambda _: over.wait()) as url:
+        try:
+            yield url
+        finally:
+            over.set()
+
+
 class _Service(TraceServiceServicer):  # type: ignore[misc]
-    def __init__(self, delay_s: float, take: Callable[[pb.ExportTraceServiceRequest], None] | None) -> None:
+    def __init__(self, delay_s: float, take: Callable[[pb.ExportTraceServiceRequest], object] | None) -> None:
         self._delay_s = delay_s
         self._take = take
 
