@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster, running
+from cluster import LONG_LEASES, Cluster, running
 from field_table import FieldTable
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -33,6 +33,7 @@ SPLIT = {
     "scheduler.chunk_tokens": "64",
     "scheduler.local_chunk_tokens": "64",
     "engine.num_pages": "1024",
+    **LONG_LEASES,
 }
 
 

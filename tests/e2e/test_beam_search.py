@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 import torch
-from cluster import Cluster, Stub, connected, generate, running, wait_idle
+from cluster import LONG_LEASES, Cluster, Stub, connected, generate, running, wait_idle
 from transformers import GenerationConfig, LlamaForCausalLM
 
 from pageferry.v1 import inference_pb2 as pb, types_pb2 as types
@@ -23,6 +23,7 @@ SETTINGS = {
     "engine.page_format": "fp32",
     "engine.compute_dtype": "fp32",
     "scheduler.max_num_seqs": "8",
+    **LONG_LEASES,
 }
 
 

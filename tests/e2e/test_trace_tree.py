@@ -10,7 +10,7 @@ import grpc
 import httpx
 import pytest
 from answer import Answer
-from cluster import Cluster, connected, generate, greedy, running, wait_idle
+from cluster import LONG_LEASES, Cluster, connected, generate, greedy, running, wait_idle
 from collectors import Collector, collecting
 from trace_tree import assert_sums, assert_tree, whole_trace
 from traces import DECODE_RPC, PREFILL_RPC, SPLIT_SPANS, Span, conventional_names, counts
@@ -28,6 +28,7 @@ SETTINGS = {
     "scheduler.prefix_cache": "false",  # so that every prompt is computed, whatever was asked before
     "engine.num_pages": "1024",
     "telemetry.trace_steps": "true",
+    **LONG_LEASES,
 }
 LOCAL_SPANS = Counter(
     {key: 1 for key in SPLIT_SPANS if not key[0].endswith("Prefill") and key[0] not in ("kv.push", "prefill.queue")}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from cluster import Cluster, Stub, connected, generate, greedy, running, wait_idle
+from cluster import LONG_LEASES, Cluster, Stub, connected, generate, greedy, running, wait_idle
 
 NUM_CLIENTS = 12
 
@@ -17,6 +17,7 @@ NUM_CLIENTS = 12
 @pytest.fixture
 def cluster(tiny_model: Path) -> Iterator[Cluster]:
     settings = {"router.local_prefill_tokens": "0", "scheduler.chunk_tokens": "32", "engine.num_pages": "1024"}
+    settings |= LONG_LEASES
     with running("--prefill", "1", "--decode", "1", "--model", str(tiny_model), settings=settings) as cluster:
         yield cluster
 

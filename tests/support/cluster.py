@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Stub: TypeAlias = "InferenceServiceAsyncStub"  # is in the generated stubs only, not in the module
 PAGEFERRY = (sys.executable, "-m", "pageferry.cli")
 POLL_S = 0.02
+# For tests that wait until what was held is given back: longer than they wait, so that it does not come of time alone.
+LONG_LEASES: Mapping[str, str] = {"handoff.lease_ms": "600000", "handoff.reservation_ms": "600000"}
 
 
 def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:

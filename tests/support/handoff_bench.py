@@ -73,7 +73,8 @@ class Settings:
     scheduler: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(chunk_tokens=8, local_chunk_tokens=8, headroom_pages=0)
     )
-    handoff: HandoffConfig = field(default_factory=HandoffConfig)
+    # So that nothing that a test waits for comes of time alone.
+    handoff: HandoffConfig = field(default_factory=lambda: HandoffConfig(lease_ms=600_000, reservation_ms=600_000))
     max_model_tokens: int = 100_000
     clock: Callable[[], float] = time.monotonic
 
@@ -189,6 +190,10 @@ class DecodeSide(Side):
         served = Served(self.limits, self.pages, self.executor, self.address, settings.handoff)
         self.worker = self.main.ready = DecodeWorker(self.step, served, self.tracer, self.publisher, settings.clock)
         self.worker.start()
+
+    async def is_idle(self) -> bool:
+        """Nor is a ticket live."""
+        return await super().is_idle() and not await self.on_engine(lambda: len(self.tickets))
 
     def has_received(self, num_pages: int) -> Callable[[], Awaitable[bool]]:
         """For `until`: whether so many pages have come, of all tickets together."""

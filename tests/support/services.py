@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 import grpc
-from cluster import Stub, wait_idle
+from cluster import LONG_LEASES, Stub, wait_idle
 from links import TcpLink
 from pushes import Fault, PushLink
 from service import READY_S, Role, Service, Settings
@@ -33,8 +33,7 @@ QUICK: Settings = {
     "engine.threads": "1",
     "engine.speculation": "off",
     "handoff.transport": "inline",
-    "handoff.lease_ms": "600000",  # so that nothing that a test waits for comes of time alone
-    "handoff.reservation_ms": "600000",
+    **LONG_LEASES,
 }
 
 
