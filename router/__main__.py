@@ -152,7 +152,7 @@ class _Router:
             page=page if server.page else None,
         )
         tls = HttpTls.of(self._config.security, self._certificates)
-        await serve_http(app, server.host, server.http_port, stop, tls=tls)
+        await serve_http(app, server.host, server.http_port, stop, tls=tls, on_stop=self._bodies.close)
 
 
 def _load_tokenizer(files: ModelFiles, own_template: str) -> Tokenizer:

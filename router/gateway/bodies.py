@@ -27,27 +27,38 @@ class Bodies:
         self.max_body_bytes = max_body_bytes
         self.num_bytes = 0
         self._on_refused = on_refused
-        self._held: dict[Body, None] = {}  # in the order in which their first bytes came
+        self._coming: set[Body] = set()
+        self._held: dict[Body, None] = {}  # of them, in the order in which their first bytes came
+        self._is_closed = False
 
     @asynccontextmanager
     async def receive(self) -> AsyncIterator["Body"]:
         """What one body holds is counted inside.
 
-        Raises TimeoutError where it has not come in time, UnavailableError where it had to make room.
+        Raises TimeoutError where it has not come in time, UnavailableError where it had to make room or is too late.
         """
         body = Body(self)
         try:
             async with asyncio.timeout(BODY_S) as body.time:
+                self._coming.add(body)
+                if self._is_closed:
+                    body.end(_closed())
                 yield body
         except TimeoutError:
-            if not body.made_room:
+            if body.error is None:
                 raise TimeoutError(f"the body took longer than {BODY_S:g} s") from None
         finally:
+            self._coming.discard(body)
             self.give_back(body)
-        if body.made_room:
-            error = _no_room()
-            self._on_refused(error)
-            raise error
+        if body.error is not None:
+            self._on_refused(body.error)
+            raise body.error
+
+    def close(self) -> None:
+        """The router has drained: nobody is to wait for those that have not come."""
+        self._is_closed = True
+        for body in self._coming:
+            body.end(_closed())
 
     def count(self, body: "Body", num_bytes: int) -> None:
         """So many more of it have come."""
@@ -55,9 +66,7 @@ class Bodies:
         body.num_bytes += num_bytes
         self.num_bytes += num_bytes
         while self.num_bytes > MAX_BYTES:
-            oldest = next(iter(self._held))
-            self.give_back(oldest)
-            oldest.make_room()
+            next(iter(self._held)).end(_no_room())
 
     def give_back(self, body: "Body") -> None:
         """Count it no more; idempotent."""
@@ -73,13 +82,13 @@ class Body:
 
     def __init__(self, bodies: Bodies) -> None:
         self.num_bytes = 0  # counted
-        self.made_room = False  # for others
+        self.error: PageferryError | None = None  # with which it was ended
         self._data = bytearray()
         self._bodies = bodies
 
     def add(self, part: bytes) -> None:
         """The next part has come."""
-        if not self.made_room:
+        if self.error is None:
             self._data += part
             self._bodies.count(self, len(part))
 
@@ -90,17 +99,17 @@ class Body:
 
     def whole(self) -> bytes:
         """All has come: there is no hurry any more. It is counted until the block of `receive` ends."""
-        if self.made_room:
+        if self.error is not None:
             raise TimeoutError
         self.time.reschedule(None)
         data = bytes(self._data)
         self._data.clear()
         return data
 
-    def make_room(self) -> None:
-        """Its bytes were given back: let the block of `receive` end."""
-        self.made_room = True
-        self._data.clear()
+    def end(self, error: PageferryError) -> None:
+        """Give its bytes back, and let the block of `receive` end with the error; the first one counts."""
+        self.error = self.error or error
+        self.drop()
         if not self.time.expired():
             self.time.reschedule(0)
 
@@ -108,3 +117,7 @@ class Body:
 def _no_room() -> UnavailableError:
     message = f"bodies that wait for their rest have more than {MAX_BYTES} bytes together, and this one began first"
     return UnavailableError(message, reason="BODIES_FULL", retry_after_ms=_RETRY_AFTER_MS, nothing_begun=True)
+
+
+def _closed() -> UnavailableError:
+    return UnavailableError("the router is draining", reason="DRAINING", nothing_begun=True)

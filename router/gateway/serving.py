@@ -26,10 +26,12 @@ async def serve_http(
     tls: HttpTls | None = None,
     grace_s: float = 30.0,
     on_bound: Callable[[int], None] = lambda port: None,
+    on_stop: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve until `stop`; then take no more connections and give running answers `grace_s` to end.
 
-    `on_bound` hears the port. Raises UnavailableError before anything else if the port can't be opened.
+    `on_bound` hears the port, `on_stop` ends what is not to be waited for. Raises UnavailableError before anything else
+    if the port can't be opened.
     """
     listener = _bind(host, port)
     on_bound(listener.getsockname()[1])
@@ -40,6 +42,7 @@ async def serve_http(
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stopping.cancel()
+        on_stop()
         server.should_exit = True
         await serving
         listener.close()

@@ -209,6 +209,19 @@ async def test_a_drain_lets_a_live_stream_end(workers: Rig, caplog: pytest.LogCa
     assert len(logged("draining")) == len(logged("drained")) == 1
 
 
+async def test_no_body_that_is_half_sent_holds_up_the_end(workers: Rig) -> None:
+    config, stop = config_for(workers, http_port=free_port()), asyncio.Event()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n"
+    async with running(config, stop), asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", config.server.http_port)
+        writer.write(head + b"expect: 100-continue\r\n\r\n{")
+        assert b"100 Continue" in await reader.readuntil(b"\r\n\r\n")
+        stop.set()
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 503") and b'"code":"draining"' in answer
+        writer.close()
+
+
 async def test_only_an_admin_may_drain_a_router_that_knows_its_callers(workers: Rig, tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     keys = {name: f"{name}-{'k' * 32}" for name in ("boss", "acme")}

@@ -89,6 +89,18 @@ async def test_who_leaves_and_who_takes_too_long_gives_all_back(
     assert (bodies.num_bytes, refusals) == (0, [])
 
 
+async def test_nobody_waits_for_what_has_not_come_once_they_are_closed(refusals: list[PageferryError]) -> None:
+    bodies, never = Bodies(on_refused=refusals.append), asyncio.Event()
+    coming = [asyncio.create_task(hold(bodies, num_bytes, Body.whole, never)) for num_bytes in (0, 700)]
+    await eventually(lambda: bodies.num_bytes == 700)
+    bodies.close()
+    coming.append(asyncio.create_task(hold(bodies, 5, Body.whole, never)))
+    async with asyncio.timeout(60):
+        ended = await asyncio.gather(*coming, return_exceptions=True)
+    assert [(error.reason, error.nothing_begun) for error in ended] == [("DRAINING", True)] * 3
+    assert (bodies.num_bytes, len(refusals)) == (0, 3)
+
+
 async def test_what_comes_after_it_made_room_is_not_kept_nor_taken_for_all_of_it(
     refusals: list[PageferryError],
 ) -> None:
