@@ -13,6 +13,7 @@ from pageferry.core.errors import UnavailableError
 from pageferry.router.gateway.protocol import HttpProtocol
 from pageferry.router.gateway.tls import HttpTls
 
+GRACE_S = 8.0  # for answers that clients have yet to read once all has drained: 15 s after that, Kubernetes kills
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 120  # longer than clients' and proxies' pools keep an idle connection
 
@@ -24,7 +25,7 @@ async def serve_http(
     stop: asyncio.Event,
     *,
     tls: HttpTls | None = None,
-    grace_s: float = 30.0,
+    grace_s: float = GRACE_S,
     on_bound: Callable[[int], None] = lambda port: None,
     on_stop: Callable[[], None] = lambda: None,
 ) -> None:

@@ -26,12 +26,15 @@ from manifests import (
     workloads,
 )
 
+from pageferry.router.gateway import serving
+
 pytestmark = pytest.mark.slow
 VERSIONS = ("1.30", "1.32", "1.34", "1.37")
 CUSTOM = ("ScaledObject", "PodMonitor", "PrometheusRule", "Certificate", "Issuer")
 CLIENT = {"pageferry-client": "true"}
 EDGE_CALLS = {("client", "edge", 8080), ("edge", "router", 50051), ("edge", "router", 8080)}
 _AFTER_DRAIN_S = 15  # quiet, last messages, the engine's step, spans: see server.py, worker_process.py, telemetry.py
+_SPANS_S = 5  # and the rest of it, in a router
 _variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
@@ -170,6 +173,7 @@ def test_a_drain_has_the_time_that_it_may_take(variant: str, tmp_path: Path) -> 
         assert word == "sleep"
         needed = int(seconds) + workload.config(tmp_path).server.drain_grace_s + _AFTER_DRAIN_S
         assert workload.pod["terminationGracePeriodSeconds"] >= needed, workload.name
+    assert serving.GRACE_S + _SPANS_S <= _AFTER_DRAIN_S
 
 
 @_variants
