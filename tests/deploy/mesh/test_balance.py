@@ -11,12 +11,15 @@ from typing import Any
 import fake_frontend as fake
 import grpc
 import pytest
+import yaml
 from cluster import generate
 from envoys import ROOT, Envoy, edge_places, shipped
 from fake_router import FakeRouter
+from manifests import KUBERNETES, of_kind
 from name_server import NameServer
 
 from pageferry.client import Client
+from pageferry.runtime.targets import parse_target
 from pageferry.v1 import inference_pb2 as pb
 from pageferry.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -113,6 +116,17 @@ async def test_through_envoy_one_channel_reaches_all_routers_and_one_that_is_add
                 await assert_spread(found, ask)
                 await assert_added_is_found(found, ask)
                 await assert_spared_at_once(found, edge, ask)
+
+
+@FIELD
+def test_what_is_shipped_lets_a_router_that_is_added_be_found_within_half_a_minute() -> None:
+    """Once a connection has its age, and its client may look up the name again."""
+    objects = yaml.safe_load_all((KUBERNETES / "base" / "router.yaml").read_text(encoding="utf-8"))
+    (container,) = of_kind(objects, "Deployment")[0]["spec"]["template"]["spec"]["containers"]
+    (age_s,) = (float(one["value"]) for one in container["env"] if one["name"] == "PAGEFERRY_SERVER_CONNECTION_AGE_S")
+    options = dict(parse_target("dns:///routers:50051").options)
+    pause_s = int(options["grpc.dns_min_time_between_resolutions_ms"]) / 1000
+    assert 1.1 * age_s + pause_s < 30  # of ages, gRPC's differ by a tenth
 
 
 async def assert_spared_at_once(replicas: Replicas, edge: Envoy, ask: Ask) -> None:
