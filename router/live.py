@@ -18,6 +18,11 @@ class Live(Protocol):
     def end(self, error: PageferryError) -> None: ...
 
 
+def draining_error() -> UnavailableError:
+    """For what comes too late: another router can take it."""
+    return UnavailableError("the router is draining", reason="DRAINING", nothing_begun=True)
+
+
 class LiveRequests:
     """By the id that workers know them by; `drains` is set once no more should come."""
 
@@ -46,7 +51,7 @@ class LiveRequests:
     def coming(self) -> Iterator[None]:
         """A request is looked at inside the block: a drain waits for it. UnavailableError once one has begun."""
         if self.draining:
-            raise UnavailableError("the router is draining", reason="DRAINING", nothing_begun=True)
+            raise draining_error()
         with self.looked_at():
             yield
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from pageferry.core.errors import PageferryError, UnavailableError
+from pageferry.router.live import draining_error
 
 BODY_S = 60.0  # for all of a body
 MAX_BYTES = 256 * 2**20  # of all of them
@@ -42,7 +43,7 @@ class Bodies:
             async with asyncio.timeout(BODY_S) as body.time:
                 self._coming.add(body)
                 if self._is_closed:
-                    body.end(_closed())
+                    body.end(draining_error())
                 yield body
         except TimeoutError:
             if body.error is None:
@@ -58,7 +59,7 @@ class Bodies:
         """The router has drained: nobody is to wait for those that have not come."""
         self._is_closed = True
         for body in self._coming:
-            body.end(_closed())
+            body.end(draining_error())
 
     def count(self, body: "Body", num_bytes: int) -> None:
         """So many more of it have come."""
@@ -117,7 +118,3 @@ class Body:
 def _no_room() -> UnavailableError:
     message = f"bodies that wait for their rest have more than {MAX_BYTES} bytes together, and this one began first"
     return UnavailableError(message, reason="BODIES_FULL", retry_after_ms=_RETRY_AFTER_MS, nothing_begun=True)
-
-
-def _closed() -> UnavailableError:
-    return UnavailableError("the router is draining", reason="DRAINING", nothing_begun=True)
